@@ -1,0 +1,1 @@
+"""Turn loops between an engine and a sandbox."""

@@ -1,0 +1,359 @@
+"""The boundaries of the acting side. Implementations are held to shared contract suites."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollout.records import FileTree, Task, Trajectory
+
+# --- generation -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSpec:
+    """How to sample; every field is always sent."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One completion. `input_ids` is the whole context; engines reuse what a session cached."""
+
+    request_id: str
+    input_ids: tuple[int, ...]
+    sampling: SamplingSpec
+    session_id: str | None = None
+    deadline_s: float | None = None
+
+
+class FinishKind(StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Output tokens [start, end) were sampled under weights `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """Sampled ids (the stop id included) and their log-probs, of equal length."""
+
+    request_id: str
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: FinishKind
+    matched_stop: int | None
+    spans: tuple[VersionSpan, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    engine_id: str
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape, dtype and content digest of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSnapshot:
+    """Weights to serve: a published directory with its manifest, or in-process parameters."""
+
+    version: int
+    path: Path | None = None
+    manifest: Mapping[str, TensorSpec] = field(default_factory=dict)
+    params: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """Outcome of a weight update, an entry a server."""
+
+    version: int
+    seconds: float
+    updated: tuple[str, ...]
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """State of one engine."""
+
+    engine_id: str
+    state: str
+    version: int
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCaps:
+    """What an engine can do."""
+
+    seeded_sampling: bool
+    hybrid: bool
+    vocab_size: int
+    context_len: int
+    max_sessions: int
+
+
+class RolloutEngine(Protocol):
+    """Token ids in, token ids and log-probs out.
+
+    Invariants: len(logprobs) == len(output_ids); log-probs are of softmax(logits / temperature)
+    over the full vocabulary (temperature 0: greedy, raw log-probs); an abort returns the partial
+    output; spans cover the output without gaps; after `update_weights(v)` returns no later
+    request starts on an older version or reuses an older cache; requests sent while paused wait;
+    an over-long prompt or an id outside the vocabulary raises `InvalidRequest` before any work; a
+    duplicate live request id raises. With `caps.seeded_sampling`, request id, seed and weights
+    decide the tokens, whatever else runs beside.
+    """
+
+    @property
+    def caps(self) -> EngineCaps:
+        """Static capabilities."""
+        ...
+
+    async def open_sessions(self, session_ids: Sequence[str]) -> None:
+        """Announce trajectories, in a fixed order, before their first request."""
+        ...
+
+    async def close_session(self, session_id: str) -> None:
+        """The session sends no more requests; its cache may go. Unknown ids are no error."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Sample one completion."""
+        ...
+
+    async def score(self, ids: Sequence[int], start: int, temperature: float) -> tuple[float, ...]:
+        """Log-probs of ids[start:] given what precedes each."""
+        ...
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """Stop requests (None: all); their partial output is returned to their callers."""
+        ...
+
+    async def pause(self) -> None:
+        """Hold new requests."""
+        ...
+
+    async def resume(self) -> None:
+        """Serve held requests."""
+        ...
+
+    async def update_weights(self, snapshot: WeightSnapshot) -> UpdateReport:
+        """Swap the weights and drop every cache."""
+        ...
+
+    async def status(self) -> tuple[EngineStatus, ...]:
+        """One entry a server."""
+        ...
+
+    async def aclose(self) -> None:
+        """Release everything."""
+        ...
+
+
+# --- sandboxes --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSpec:
+    """What a sandbox must be; a limit named in `require` that cannot be enforced is an error."""
+
+    image: str | None = None
+    workdir: str = "/app"
+    env: Mapping[str, str] = field(default_factory=dict)
+    network: str = "none"
+    memory_mb: int = 512
+    cpus: float = 1.0
+    pids: int = 64
+    disk_mb: int = 64
+    lifetime_s: float = 600.0
+    profile: str = "strict"
+    require: frozenset[str] = frozenset({"network"})
+
+
+@dataclass(frozen=True, slots=True)
+class ExecResult:
+    """Outcome of one command: data, whatever it was.
+
+    Attributes:
+      exit_code: None when the command did not exit by itself.
+      output: standard output and standard error together, the first and the last half of at most
+        `max_output` bytes.
+      status: "ok", "timeout", "oom", "shell-exit" or "killed".
+    """
+
+    exit_code: int | None
+    output: bytes
+    status: str
+    truncated: bool
+    total_bytes: int
+    duration_s: float
+
+
+class Sandbox(Protocol):
+    """One fresh, isolated machine with a persistent shell, made and closed once."""
+
+    @property
+    def enforced(self) -> frozenset[str]:
+        """Limits that really hold: of "network", "memory", "pids", "cpu", "disk", "lifetime"."""
+        ...
+
+    async def exec(
+        self, command: str, *, timeout_s: float = 10.0, max_output: int = 10_000
+    ) -> ExecResult:
+        """Run one command in the persistent shell; after a time-out none of its processes lives.
+
+        Raises:
+          SandboxDead, SandboxPoisoned: infrastructure faults.
+        """
+        ...
+
+    async def put_files(
+        self,
+        files: Mapping[str, bytes],
+        *,
+        directories: Iterable[str] = (),
+        modes: Mapping[str, int] | None = None,
+    ) -> None:
+        """Write regular files below the working directory, making parents. Never follows links."""
+        ...
+
+    async def get_file(self, path: str, *, max_bytes: int = 1_000_000) -> bytes:
+        """Read one regular file below the working directory. Never follows links."""
+        ...
+
+    async def snapshot(self, *, max_bytes: int = 16_000_000) -> FileTree:
+        """Kill every process of the agent, then read the working directory. Ends the shell."""
+        ...
+
+    async def close(self) -> None:
+        """Remove the sandbox and verify that it is gone. Idempotent."""
+        ...
+
+
+class SandboxBackend(Protocol):
+    """Makes sandboxes of one kind."""
+
+    @property
+    def name(self) -> str:
+        """Short name: "bubblewrap", "docker"."""
+        ...
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        """A fresh sandbox, ready for commands.
+
+        Raises:
+          SandboxUnavailable: with the reason and the hint that mends it.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Close every sandbox of this backend that still lives."""
+        ...
+
+
+# --- trajectories -----------------------------------------------------------------------------
+
+
+class TrajectoryWriter(Protocol):
+    """Appends immutable trajectories; a batch is committed whole or not at all."""
+
+    def write(self, segment: str, trajectories: Sequence[Trajectory]) -> None:
+        """Commit one segment atomically; committing the same segment again replaces nothing.
+
+        Raises:
+          ContractViolation: for a record that breaks the contract; the others are not written.
+        """
+        ...
+
+
+class TrajectoryReader(Protocol):
+    """Reads whole trajectories of committed segments."""
+
+    def segments(self) -> tuple[str, ...]:
+        """Names of the committed segments, sorted."""
+        ...
+
+    def read(self, segment: str) -> tuple[Trajectory, ...]:
+        """All trajectories of a segment, in the order written."""
+        ...
+
+    def get(self, trajectory_id: str) -> Trajectory:
+        """One trajectory by id. Raises `StoreError` that names the id if there is none."""
+        ...
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        """Every trajectory, segment by segment."""
+        ...
+
+
+# --- rewriting --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Runbook:
+    """An action sequence and nothing else, rewritten from one verified success."""
+
+    task_id: str
+    source_id: str
+    commands: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Review:
+    """The reviewer's judgement; a rejection names its reasons."""
+
+    accepted: bool
+    reasons: tuple[str, ...] = ()
+
+
+class Planner(Protocol):
+    """Rewrites a verified success into a runbook."""
+
+    def plan(self, trajectory: Trajectory) -> Runbook | None:
+        """None when nothing executable is left."""
+        ...
+
+
+class Reviewer(Protocol):
+    """Sees only the public task and the runbook."""
+
+    def review(self, instruction: str, files: Collection[str], runbook: Runbook) -> Review:
+        """Reject leaks of the verifier's answers, harness-specific actions and prose."""
+        ...
+
+
+class TaskSource(Protocol):
+    """Gives the tasks of one split."""
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """Tasks of `split`. Raises `ProtectedSplit` where the caller may not see them."""
+        ...

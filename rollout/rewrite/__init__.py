@@ -1,0 +1,1 @@
+"""Successes into runbooks: plan, review, replay."""

@@ -1,0 +1,1 @@
+"""Tasks, verifiers and splits."""

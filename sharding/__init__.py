@@ -1,0 +1,1 @@
+"""Device meshes, partition rules and layouts of trsi-jax. Imports jax only."""

@@ -1,0 +1,1 @@
+"""Terminal-RSI in JAX: a terminal agent made better from its own verified work."""

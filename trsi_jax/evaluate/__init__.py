@@ -1,0 +1,1 @@
+"""Strict success, progress and their intervals."""

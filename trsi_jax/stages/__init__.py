@@ -1,0 +1,1 @@
+"""The recursion: stages as data, and the machine that runs them."""

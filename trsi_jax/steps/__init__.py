@@ -1,0 +1,1 @@
+"""Jitted train steps: (state, batch) -> (state, metrics)."""
