@@ -1,0 +1,63 @@
+"""Checkpoints with Orbax: a pytree of arrays a directory, published by rename."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+_STEP = re.compile(r"^\d{6}$")
+
+
+def save(folder: Path, step: int, tree: Any) -> Path:
+    """Write `tree` as `<folder>/<step>`, then drop the older steps.
+
+    The directory appears by one rename, so a kill leaves the previous checkpoint whole.
+
+    Args:
+      folder: made if missing.
+      step: in [0, 10^6).
+      tree: pytree of arrays.
+
+    Returns:
+      The new checkpoint's path.
+    """
+    path = (folder / f"{step:06d}").absolute()
+    if not path.exists():
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path, tree)
+    for older in _steps(folder):
+        if older < step:
+            shutil.rmtree(folder / f"{older:06d}", ignore_errors=True)
+    return path
+
+
+def latest(folder: Path) -> int | None:
+    """The newest complete step below `folder`, or None."""
+    return max(_steps(folder), default=None)
+
+
+def restore(folder: Path, step: int, like: Any) -> Any:
+    """Read `<folder>/<step>` into the structure, shapes, dtypes and shardings of `like`.
+
+    Args:
+      folder: as given to `save`.
+      step: a complete step.
+      like: pytree of arrays or `jax.ShapeDtypeStruct`.
+
+    Returns:
+      The pytree of arrays, bit-equal to what was saved.
+    """
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore((folder / f"{step:06d}").absolute(), target)
+
+
+def _steps(folder: Path) -> list[int]:
+    if not folder.is_dir():
+        return []
+    return [int(entry.name) for entry in folder.iterdir() if _STEP.match(entry.name)]

@@ -1,0 +1,345 @@
+"""Configurations: strict TOML, dotted overrides, a digest. Imports nothing heavy.
+
+A configuration is one TOML file; what it leaves out has the defaults below. An unknown key, a
+wrong type or an impossible value is a `UserError` that names file, key, value and what is
+allowed. Stages are data: the list `[[stages]]` is the recursion, in the order it runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rollout.errors import UserError
+
+Unit = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+Count = Annotated[int, Field(ge=1)]
+HarnessName = Literal["general", "survey", "stepwise"]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelSection(Section):
+    """The policy; the critic is the same trunk with a scalar head."""
+
+    preset: str = "tiny"
+    """Name of an architecture preset of `trsi_jax.model`."""
+
+
+class EngineSection(Section):
+    """The in-process generation engine."""
+
+    sessions: Count = 128
+    """Slots decoded together; also the size of a collection wave."""
+    context: Annotated[int, Field(ge=32)] = 128
+    """Tokens a session may hold."""
+
+
+class SandboxSection(Section):
+    """Where commands run."""
+
+    backend: Literal["auto", "bubblewrap", "docker"] = "auto"
+    command_timeout: Positive = 10.0
+    """Seconds a command may take; then it is killed and the agent is told."""
+    starts: Count = 4
+    """Sandboxes that may be starting at the same time."""
+
+
+class HarnessSection(Section):
+    """Limits of an episode, the same in every harness."""
+
+    max_turns: Count = 10
+    max_new_tokens: Count = 24
+    """Sampled tokens a turn."""
+
+
+class PackingSection(Section):
+    """The one packed shape of every update but Base's."""
+
+    rows: Count = 40
+    length: Annotated[int, Field(ge=8)] = 72
+
+
+class AdamSection(Section):
+    """AdamW and clipping, shared by all stages; rates are a stage's own."""
+
+    b1: Unit = 0.9
+    b2: Unit = 0.98
+    eps: Positive = 1e-8
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    max_grad_norm: Positive = 1.0
+
+
+class EvaluationSection(Section):
+    """Final evaluation after every stage, under the general harness."""
+
+    split: Literal["validation", "test"] = "test"
+    tasks: Count = 128
+    repeats: Count = 3
+    """Independent runs of each task: mean@repeats."""
+    temperature: Annotated[float, Field(ge=0.0)] = 0.6
+
+
+class BaseStage(Section):
+    """Supervised training from scratch on few noisy demonstrations: weak on purpose."""
+
+    kind: Literal["base"]
+    name: str
+    steps: Count
+    rows: Count = 10
+    length: Annotated[int, Field(ge=8)] = 64
+    curriculum_steps: Annotated[int, Field(ge=0)] = 0
+    """First steps on demonstrations of one sub-goal."""
+    learning_rate: Positive = 3e-3
+    warmup_steps: Annotated[int, Field(ge=0)] = 60
+    final_fraction: Unit = 0.1
+    """Cosine decay ends at this share of `learning_rate`."""
+    observation_weight: Unit = 0.1
+    """Loss weight of tokens the policy will not sample; its own tokens weigh 1."""
+    mistake_rate: Unit = 0.45
+    """Chance that a demonstration does a sub-goal wrongly (scaled by 0.6 in `stepwise`)."""
+    never_shown: tuple[str, ...] = ()
+    """Families whose compositions no demonstration has."""
+
+
+class RsrStage(Section):
+    """Recursive self-rewrite: discover, rewrite, review, replay, fine-tune the actor."""
+
+    kind: Literal["rsr"]
+    name: str
+    tasks: Count
+    harnesses: tuple[HarnessName, ...] = ("general", "survey", "stepwise")
+    attempts: Count = 1
+    temperature: Positive = 1.0
+    runbooks_per_task: Count = 2
+    epochs: Count
+    learning_rate: Positive
+    observation_weight: Unit = 0.0
+
+
+class RewardSection(Section):
+    """FDR, or SPR = S R + (1 - S) min(beta FDR, cap)."""
+
+    kind: Literal["spr", "fdr", "strict"] = "spr"
+    success: Annotated[float, Field(ge=1.0)] = 1.0
+    beta: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.3
+    cap: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
+
+
+class RprStage(Section):
+    """Recursive policy-refine: critic handover, critic-only rounds, then PPO of both."""
+
+    kind: Literal["rpr"]
+    name: str
+    iterations: Count
+    tasks_per_iteration: Count = 32
+    samples: Count = 4
+    temperature: Positive = 1.0
+    actor_learning_rate: Positive
+    critic_learning_rate: Positive = 5e-4
+    critic: Literal["handover", "fresh"] = "handover"
+    """Start from the critic of the previous RPR stage, or always from the actor's trunk."""
+    warm_up_rounds: Annotated[int, Field(ge=0)] = 4
+    warm_up_batches: Count = 2
+    epochs: Count = 2
+    minibatches: Count = 2
+    clip: Positive = 0.2
+    value_clip: Positive | None = None
+    estimator: str = "tb_gae"
+    gamma: Unit = 0.99
+    lam: Unit = 0.95
+    reward: RewardSection = RewardSection()
+
+
+Stage = Annotated[BaseStage | RsrStage | RprStage, Field(discriminator="kind")]
+
+
+class Config(Section):
+    """A whole run."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    train_tasks: Count = 2400
+    """Size of the training pool that RSR and RPR draw from."""
+    checkpoint_every: Count = 5
+    """PPO iterations between checkpoints inside a stage; a kill repeats at most these."""
+    model: ModelSection = ModelSection()
+    engine: EngineSection = EngineSection()
+    sandbox: SandboxSection = SandboxSection()
+    harness: HarnessSection = HarnessSection()
+    packing: PackingSection = PackingSection()
+    adam: AdamSection = AdamSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    stages: tuple[Stage, ...]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        names = [stage.name for stage in self.stages]
+        if len(set(names)) != len(names):
+            raise ValueError(f"stage names must differ, got {names}")
+        if not names or self.stages[0].kind != "base":
+            raise ValueError("the first stage must have kind 'base'")
+        if any(stage.kind == "base" for stage in self.stages[1:]):
+            raise ValueError("only the first stage may have kind 'base'")
+        for stage in self.stages:
+            if isinstance(stage, RsrStage) and stage.tasks > self.train_tasks:
+                raise ValueError(
+                    f"stage {stage.name}: tasks must be at most train_tasks ({self.train_tasks})"
+                )
+            if isinstance(stage, RprStage) and stage.tasks_per_iteration > self.train_tasks:
+                raise ValueError(
+                    f"stage {stage.name}: tasks_per_iteration must be at most train_tasks"
+                    f" ({self.train_tasks})"
+                )
+        return self
+
+    def digest(self) -> str:
+        """SHA-256 of everything that decides the result but the seed, as 16 hex digits."""
+        content = self.model_dump(mode="json", exclude={"seed"})
+        encoded = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+        return hashlib.sha256(encoded).hexdigest()[:16]
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a configuration and apply `key=value` overrides.
+
+    Args:
+      path: a TOML file.
+      overrides: dotted keys with TOML values, such as "evaluation.tasks=64"; a stage is named by
+        its name, "stages.rpr-1.iterations=4". A value that is no TOML is taken as a string.
+
+    Returns:
+      The validated configuration.
+
+    Raises:
+      UserError: the file cannot be read or parsed, or a key or value is not allowed.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise UserError(f"{path}: cannot read the configuration ({reason})") from None
+    try:
+        content: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+    for override in overrides:
+        _apply(content, override)
+    try:
+        # JSON mode: TOML arrays become tuples, yet types stay strict.
+        return Config.model_validate_json(json.dumps(content, default=str))
+    except ValidationError as error:
+        raise UserError(f"{path}: {_first_problem(error, content)}") from None
+
+
+def dump(config: Config) -> str:
+    """The resolved configuration as TOML that `load` reads back to an equal one."""
+    content = config.model_dump(mode="json", exclude_none=True)
+    return "\n".join(_toml_table(content, ())).strip() + "\n"
+
+
+def _apply(content: dict[str, Any], override: str) -> None:
+    key, separator, raw = override.partition("=")
+    if not separator or not key.strip():
+        raise UserError(f"-o {override}: write an override as key=value, for example seed=1")
+    try:
+        value = tomllib.loads(f"value = {raw.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw.strip()
+    parts = key.strip().split(".")
+    node: Any = content
+    for depth, part in enumerate(parts[:-1]):
+        if isinstance(node, list):
+            node = _named_stage(node, part, override)
+        else:
+            node = node.setdefault(part, {})
+        if not isinstance(node, dict | list):
+            where = ".".join(parts[: depth + 1])
+            raise UserError(f"-o {override}: {where} is a value, it has no keys below it")
+    if isinstance(node, list):
+        raise UserError(f"-o {override}: name the key of the stage, such as {key}.learning_rate")
+    node[parts[-1]] = value
+
+
+def _named_stage(stages: list[Any], name: str, override: str) -> Any:
+    for stage in stages:
+        if isinstance(stage, dict) and stage.get("name") == name:
+            return stage
+    names = ", ".join(str(s.get("name")) for s in stages if isinstance(s, dict))
+    raise UserError(f"-o {override}: there is no stage {name!r}; the stages are: {names}")
+
+
+def _first_problem(error: ValidationError, content: dict[str, Any]) -> str:
+    problem = error.errors(include_url=False)[0]
+    location = [part for part in problem["loc"] if part not in ("base", "rsr", "rpr")]
+    named = []
+    node: Any = content
+    for part in location:
+        node = node[part] if _has(node, part) else None
+        is_stage = isinstance(part, int) and isinstance(node, dict) and "name" in node
+        named.append(str(node["name"]) if is_stage else str(part))
+    key = ".".join(named) or "the configuration"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        allowed = _allowed_keys(content, location[:-1])
+        return f"unknown key {key}; allowed here: {', '.join(allowed)}"
+    if problem["type"] == "missing":
+        return f"key {key} is missing"
+    if problem["type"] == "value_error":
+        return f"{key}: {message}"
+    return f"{key} = {problem['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _has(node: Any, part: str | int) -> bool:
+    if isinstance(node, dict):
+        return part in node
+    return isinstance(node, list) and isinstance(part, int) and part < len(node)
+
+
+def _allowed_keys(content: dict[str, Any], location: Sequence[str | int]) -> list[str]:
+    model: type[BaseModel] = Config
+    node: Any = content
+    for part in location:
+        node = node[part] if _has(node, part) else {}
+        if isinstance(part, int):
+            kinds = {"base": BaseStage, "rsr": RsrStage, "rpr": RprStage}
+            model = kinds.get(node.get("kind"), BaseStage)
+        elif part != "stages":
+            annotation = model.model_fields[part].annotation
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                model = annotation
+    return sorted(model.model_fields)
+
+
+def _toml_table(table: dict[str, Any], path: tuple[str, ...]) -> list[str]:
+    lines = [f"{key} = {_toml_value(v)}" for key, v in table.items() if not _is_table(v)]
+    for key, value in table.items():
+        inner = (*path, key)
+        if isinstance(value, dict):
+            lines += ["", f"[{'.'.join(inner)}]", *_toml_table(value, inner)]
+        elif _is_table(value):
+            for item in value:
+                lines += ["", f"[[{'.'.join(inner)}]]", *_toml_table(item, inner)]
+    return lines
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) or (
+        isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    )
+
+
+def _toml_value(value: Any) -> str:
+    # JSON's strings, numbers, booleans and flat arrays are valid TOML.
+    return json.dumps(value)
