@@ -13,7 +13,7 @@ import pytest
 
 from rollout.errors import ProtectedSplit, TaskError, UserError
 from rollout.records import SPLITS, TIERS, Check, Entry
-from rollout.tasks.pool import generate as module
+from rollout.tasks.pool import generate as generating
 from rollout.tasks.pool import simulate
 from rollout.tasks.pool.compose import compose
 from rollout.tasks.pool.demonstrations import Teaching, demonstrations
@@ -291,9 +291,9 @@ def test_user_errors_name_what_is_allowed():
 
 def test_a_task_that_passes_untouched_is_refused(monkeypatch):
 
-    real = module._checks
+    real = generating._checks
     monkeypatch.setattr(
-        module,
+        generating,
         "_checks",
         lambda plan: (*real(plan), Check("free", "effective", ("absent", "nowhere"))),
     )
@@ -303,9 +303,9 @@ def test_a_task_that_passes_untouched_is_refused(monkeypatch):
 
 def test_a_task_whose_solution_fails_is_refused(monkeypatch):
 
-    real = module._checks
+    real = generating._checks
     monkeypatch.setattr(
-        module,
+        generating,
         "_checks",
         lambda plan: (*real(plan), Check("never", "effective", ("directory", "nowhere"))),
     )
