@@ -30,11 +30,6 @@ MARKERS = (
 PIECE_PATTERN = r" ?[a-z]+| ?[A-Z]+| ?[0-9]+| ?[!-/:-@\[-`{-~]+|\n"
 """Words, numbers and runs of operators, each with the space before it; a newline alone."""
 
-OPERATORS = (
-    *"!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~",
-    *(">>", "&&", "||", "2>", "$(", '"$', "*.", "./", "../", "--", "';", "\"'", "'\"", '")'),
-)
-
 _FILE = "tokenizer.json"
 
 
@@ -127,7 +122,7 @@ def shell_tokenizer(pieces: Iterable[str], *, runs: Sequence[str] = ()) -> Token
     # Words share few pieces; a joined text is split in one call instead of one a word.
     joined = "\n".join(sorted({*pieces}))
     plain = {piece.removeprefix(" ") for piece, _ in split.pre_tokenize_str(joined)}
-    words = sorted((plain | {*OPERATORS}) - {"", "\n", " "})
+    words = sorted(plain - {"", "\n", " "})
     vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for word in words:
         for spelled in (word, f" {word}"):

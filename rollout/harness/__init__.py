@@ -10,6 +10,7 @@ from rollout.harness.loop import (
     observe,
     render,
     run_episode,
+    shell_chat,
 )
 from rollout.harness.stepwise import Stepwise
 from rollout.harness.survey import Survey
@@ -33,4 +34,5 @@ __all__ = [
     "public_view",
     "render",
     "run_episode",
+    "shell_chat",
 ]

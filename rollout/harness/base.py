@@ -13,7 +13,7 @@ class PublicTask:
     """All that a harness may show of a task.
 
     Attributes:
-      listing: paths below the working directory, sorted; a directory ends with "/".
+      listing: names in the working directory at the start, sorted, as `ls` shows them.
     """
 
     instruction: str
@@ -23,8 +23,8 @@ class PublicTask:
 
 def public_view(task: Task) -> PublicTask:
     """The public part of `task`: no checks, no oracle, no file contents."""
-    directories = (f"{path.rstrip('/')}/" for path in task.directories)
-    return PublicTask(task.instruction, task.steps, tuple(sorted((*task.files, *directories))))
+    names = {path.split("/", 1)[0] for path in (*task.files, *task.directories)}
+    return PublicTask(task.instruction, task.steps, tuple(sorted(names)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rollout.chat import Chat
+from rollout.chat import Chat, shell_tokenizer
 from rollout.errors import EngineError, HarnessError
 from rollout.harness.base import Harness, PublicTask
 from rollout.protocols import (
@@ -35,6 +35,11 @@ HARNESS_WORDS = (
 """Words that harnesses say by themselves, for the vocabulary of a small tokenizer."""
 
 _STATUS_WORDS = {"timeout": "timeout", "oom": "oom", "shell-exit": "exit", "killed": "killed"}
+
+
+def shell_chat(pieces: Iterable[str]) -> Chat:
+    """The chat of the embedded run: the small tokenizer over `pieces` and what harnesses say."""
+    return Chat(shell_tokenizer((*pieces, *HARNESS_WORDS)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +72,13 @@ class DemonstrationTurn(Protocol):
         ...
 
     @property
-    def stdout(self) -> str:
+    def stdout(self) -> bytes:
         """What the command printed."""
         ...
 
     @property
-    def exit_code(self) -> int:
-        """How it ended."""
+    def exit_code(self) -> int | None:
+        """How it ended; None for a control word."""
         ...
 
 
@@ -92,7 +97,7 @@ class Demonstration(Protocol):
 
     @property
     def listing(self) -> tuple[str, ...]:
-        """Paths of the working directory."""
+        """Names in the working directory at the start, sorted."""
         ...
 
     @property
@@ -333,7 +338,7 @@ def render(
             why = episode.finish or "token-limit"
             raise HarnessError(f"turn {index} of a demonstration comes after its end: {why}")
         if episode.act(action, stopped=True) is not None:
-            episode.observed(turn.stdout.encode(), turn.exit_code)
+            episode.observed(turn.stdout, turn.exit_code)
     return episode.tokens()
 
 

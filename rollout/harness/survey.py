@@ -13,5 +13,5 @@ class Survey(General):
     capabilities = frozenset({"listing"})
 
     def prompt(self, task: PublicTask) -> str:
-        """The instruction and one line with every path."""
+        """The instruction and one line with the names of the files."""
         return f"{task.instruction}\nfiles: {' '.join(task.listing)}"
