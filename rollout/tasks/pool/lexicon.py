@@ -1,0 +1,49 @@
+"""The words of the generated pool: every one is a single token of a word-piece tokenizer."""
+
+from __future__ import annotations
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+NAMES: tuple[str, ...] = _words("""
+    amber anvil apple arrow badger bamboo barley basil beacon beetle birch bison
+    cactus camel candle canyon cedar cherry clover cobalt comet copper coral crane
+    daisy delta dragon ember falcon fennel ferry fiddle flint forest fossil galaxy
+    garnet ginger glacier granite harbor hazel heron honey indigo island ivory jaguar
+    jasmine juniper kayak kettle lagoon lantern lemon lilac lotus lynx magnet maple
+    marble meadow mango nectar needle nickel oasis olive onion opal orchid otter
+    oyster panda pebble pepper pigeon planet quartz rabbit raven river saffron salmon
+    spruce tiger tulip turnip velvet violet walnut willow wombat topaz zebra zinnia
+    """)
+"""Names of files and directories and the words in files, of every split.
+
+None is part of another (a search for one never finds another) and none is a template or command
+word. They are used in all splits: names are to be copied, not remembered.
+"""
+
+MODES = ("600", "700", "755")
+HEAD_COUNTS = ("2", "3")
+
+_TEMPLATE_WORDS = _words("""
+    make directory create folder move into put in copy to duplicate as rename give the name
+    delete remove write save append add at end of count lines line sort sorted without repeats
+    unique keep with replace change set mode on first file find and its
+    """)
+_COMMAND_PIECES = _words("""
+    mkdir mv cp rm rmdir touch echo wc l u i s cat ls grep rl
+    sed chmod head done next err
+""")
+_NUMBERS = tuple(str(n) for n in range(10))
+_PUNCTUATION = (".", "-", "/", "<", ">", ">>", "\n")
+
+
+def vocabulary() -> tuple[str, ...]:
+    """Every piece that the pool's instructions, commands and observations are made of, sorted.
+
+    Without the variants that begin with a space: a tokenizer that keeps a leading space in the
+    piece needs both forms of every word, number and punctuation mark but the newline.
+    """
+    words = {*NAMES, *MODES, *_TEMPLATE_WORDS, *_COMMAND_PIECES, *_NUMBERS, *_PUNCTUATION}
+    return tuple(sorted(words))
