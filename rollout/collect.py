@@ -36,6 +36,7 @@ class EpisodeSpec:
       harness: a name in `HARNESSES`.
       sample: index among the episodes of this task under this harness.
       role: who acts: "actor", "executor", "evaluation".
+      source: id of the trajectory that this one was rewritten from.
     """
 
     task: Task
@@ -45,6 +46,7 @@ class EpisodeSpec:
     iteration: int
     temperature: float = 1.0
     role: str = "actor"
+    source: str = ""
 
     @property
     def id(self) -> str:
@@ -259,6 +261,8 @@ class _Collection:
         episode = Episode(HARNESSES[spec.harness], self.chat, public_view(task), self.limits)
         provenance = {"run_seed": str(self.run_seed), "role": spec.role}
         provenance["sandbox"] = self.backend.name
+        if spec.source:
+            provenance["source"] = spec.source
         box: Sandbox | None = None
         verdict: Verdict | None = None
         fault: RolloutError | None = None

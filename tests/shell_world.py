@@ -14,7 +14,7 @@ from rollout.collect import EpisodeSpec
 from rollout.engines.scripted import ScriptedEngine
 from rollout.harness import shell_chat
 from rollout.protocols import ExecResult
-from rollout.records import Check, CheckResult, Entry, Task, Verdict
+from rollout.records import Check, Entry, Task
 
 STEPS = ("put the count of note into total", "move note to docs")
 TASK = Task(
@@ -109,13 +109,3 @@ class DirectoryBackend:
 
     async def aclose(self):
         pass
-
-
-def verify(task, tree):
-    results = []
-    for c in task.checks:
-        e = tree.get(c.predicate[-2])
-        results.append(
-            CheckResult(c.id, c.kind, e is not None and e.data == c.predicate[-1].encode())
-        )
-    return Verdict(tuple(results))

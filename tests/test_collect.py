@@ -18,7 +18,8 @@ from rollout.errors import (
     VerifierError,
 )
 from rollout.harness import HARNESSES, Limits, public_view, render
-from tests.shell_world import CHAT, TASK, DirectoryBackend, engine, spec, verify
+from rollout.tasks.verifier import verify
+from tests.shell_world import CHAT, TASK, DirectoryBackend, engine, spec
 
 SOLVE = ("wc -l < note > total", "cat total", "mv note docs", "done")
 
