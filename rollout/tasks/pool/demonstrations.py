@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -88,6 +88,7 @@ class Demonstration:
         listing up front) or "stepwise" (one step shown at a time; `next` ends each, the last too).
       steps: the sub-goals; joined they are the instruction.
       listing: names in the working directory at the start, sorted.
+      files, directories: the world it starts in, as in a `Task`.
     """
 
     harness: HarnessName
@@ -95,6 +96,8 @@ class Demonstration:
     steps: tuple[str, ...]
     listing: tuple[str, ...]
     turns: tuple[DemonstrationTurn, ...]
+    files: Mapping[str, bytes]
+    directories: tuple[str, ...]
 
 
 _NAME = re.compile(r"[a-z]+")
@@ -195,4 +198,6 @@ def demonstrations(seed: int, teaching: Teaching = Teaching()) -> Iterator[Demon
             continue
         steps = tuple(s.text for s in plan.sub_goals)
         listing = tuple(sorted(path for path in plan.trees[0] if "/" not in path))
-        yield Demonstration(harness, ". ".join(steps), steps, listing, turns)
+        yield Demonstration(
+            harness, ". ".join(steps), steps, listing, turns, plan.files, plan.directories
+        )

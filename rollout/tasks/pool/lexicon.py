@@ -36,14 +36,16 @@ _COMMAND_PIECES = _words("""
     sed chmod head done next err
 """)
 _NUMBERS = tuple(str(n) for n in range(10))
-_PUNCTUATION = (".", "-", "/", "<", ">", ">>", "\n")
+_PUNCTUATION = (".", '"', "-", "/", "<", ">", ">>", "\n")
 
 
 def vocabulary() -> tuple[str, ...]:
     """Every piece that the pool's instructions, commands and observations are made of, sorted.
 
     Without the variants that begin with a space: a tokenizer that keeps a leading space in the
-    piece needs both forms of every word, number and punctuation mark but the newline.
+    piece needs both forms of every word, number and punctuation mark but the newline. A name has
+    no space before it in `sed` commands and the quotes that ask for them, after a slash, and
+    where an observation begins.
     """
     words = {*NAMES, *MODES, *_TEMPLATE_WORDS, *_COMMAND_PIECES, *_NUMBERS, *_PUNCTUATION}
     return tuple(sorted(words))

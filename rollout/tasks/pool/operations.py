@@ -233,7 +233,8 @@ _OPERATIONS = (
     ),
     Operation(
         name="replace",
-        templates=("replace {w} with {v} in {f}", "change {w} to {v} in {f}"),
+        # Quoted, the words are spelled without a leading space, as they are in the command.
+        templates=('replace "{w}" with "{v}" in {f}', 'change "{w}" to "{v}" in {f}'),
         commands=("sed -i s/{w}/{v}/ {f}",),
         mistakes=(("sed s/{w}/{v}/ {f}",), ("sed -i s/{v}/{w}/ {f}",)),
         needs=("f",),
