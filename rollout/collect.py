@@ -74,8 +74,8 @@ class Clock:
     generate: float = 0.0
     sandbox: float = 0.0
     verify: float = 0.0
-    _running: dict[str, int] = field(default_factory=dict)
-    _since: float = field(default_factory=time.perf_counter)
+    _running: dict[str, int] = field(default_factory=dict, repr=False)
+    _since: float = field(default_factory=time.perf_counter, repr=False)
 
     @contextlib.contextmanager
     def part(self, name: str, timings: dict[str, float]) -> Iterator[None]:

@@ -30,17 +30,29 @@ class RulePlanner:
                 continue
             turns.append(turn)
         given = words_of([self._instructions[trajectory.task_id]])
-        needed: frozenset[str] = frozenset()
-        kept: list[str] = []
-        for turn in reversed(turns):
-            if is_view(turn.command):
-                shown = words_of([turn.observation]) - given
-                if not is_evidence(turn.command) or shown.isdisjoint(needed):
-                    continue
-                needed -= shown
-            needed |= words_of([turn.command])
-            kept.append(turn.command)
-        if all(is_view(command) for command in kept):
+        kept = {i for i, turn in enumerate(turns) if not is_view(turn.command)}
+        if not kept:
             return None
-        commands = tuple(command.strip() for command in reversed(kept))
+        for i in range(len(turns) - 1, -1, -1):
+            if i in kept:
+                kept |= _looks_behind(turns, i, words_of([turns[i].command]) - given)
+        commands = tuple(turns[i].command.strip() for i in sorted(kept))
         return Runbook(trajectory.task_id, trajectory.id, commands)
+
+
+def _looks_behind(turns: list[Turn], i: int, words: frozenset[str]) -> set[int]:
+    """The looks before turn i that showed its words: for each word the one that shows least.
+
+    A search that names a file tells why it is meant; a listing that also holds it doesn't.
+    """
+    found: set[int] = set()
+    shown = [
+        (j, words_of([turn.observation]))
+        for j, turn in enumerate(turns[:i])
+        if is_view(turn.command) and is_evidence(turn.command)
+    ]
+    for word in words:
+        sources = [(len(output), -j) for j, output in shown if word in output]
+        if sources:
+            found.add(-min(sources)[1])
+    return found
