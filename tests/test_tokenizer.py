@@ -124,6 +124,18 @@ def test_markers_inside_the_model_vocabulary_are_still_unreachable_from_text():
     assert both.decode(ids) == HOSTILE
 
 
+def test_markers_that_are_added_but_not_special_are_still_unreachable_from_text():
+    # Qwen's files list the think and tool-response markers as added tokens that are not special.
+    full = json.loads(without_runs(WORDS)._full.to_str())
+    for token in full["added_tokens"]:
+        token["special"] = not token["content"].strip("</>").startswith(("think", "tool"))
+    qwen = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(full)))
+    assert qwen.control_ids.isdisjoint(qwen.encode(HOSTILE))
+    assert len(qwen.control("</think>")) == 1
+    for run in MARKUP_RUNS:
+        assert qwen.decode(qwen.control(run)) == run
+
+
 def test_a_directory_without_a_fast_tokenizer_is_named(tmp_path):
     with pytest.raises(UserError, match=f"no tokenizer.json in {tmp_path}"):
         load(tmp_path)
