@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import shutil
-import signal
-import tempfile
-import time
-from pathlib import Path
-
 from rollout.collect import EpisodeSpec
 from rollout.engines.scripted import ScriptedEngine
 from rollout.harness import shell_chat
-from rollout.protocols import ExecResult
-from rollout.records import Check, Entry, Task
+from rollout.records import Check, Task
 
 STEPS = ("put the count of note into total", "move note to docs")
 TASK = Task(
@@ -50,62 +41,3 @@ def engine(scripts, *, max_sessions=128, context_len=512):
 def spec(harness="general", sample=0, task=TASK, **changes):
     """One episode of the task."""
     return EpisodeSpec(task, harness, sample, **{"stage": "base", "iteration": 0, **changes})
-
-
-class DirectorySandbox:
-    enforced = frozenset({"lifetime"})
-
-    def __init__(self):
-        self.root = Path(tempfile.mkdtemp())
-
-    async def exec(self, command, *, timeout_s=10.0, max_output=10_000):
-        started = time.perf_counter()
-        process = await asyncio.create_subprocess_exec(
-            "bash",
-            "-c",
-            command,
-            cwd=self.root,
-            start_new_session=True,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        try:
-            output, _ = await asyncio.wait_for(process.communicate(), timeout_s)
-        except TimeoutError:
-            os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-            return ExecResult(None, b"", "timeout", False, 0, time.perf_counter() - started)
-        seconds = time.perf_counter() - started
-        return ExecResult(process.returncode, output[:max_output], "ok", False, 0, seconds)
-
-    async def put_files(self, files, *, directories=(), modes=None):
-        for d in directories:
-            (self.root / d).mkdir(parents=True, exist_ok=True)
-        for path, data in files.items():
-            (self.root / path).parent.mkdir(parents=True, exist_ok=True)
-            (self.root / path).write_bytes(data)
-
-    async def get_file(self, path, *, max_bytes=1_000_000):
-        return (self.root / path).read_bytes()
-
-    async def snapshot(self, *, max_bytes=16_000_000):
-        return {
-            str(p.relative_to(self.root)): Entry("directory", 0o755)
-            if p.is_dir()
-            else Entry("file", p.stat().st_mode & 0o777, p.read_bytes())
-            for p in sorted(self.root.rglob("*"))
-        }
-
-    async def close(self):
-        shutil.rmtree(self.root, ignore_errors=True)
-
-
-class DirectoryBackend:
-    name = "directory"
-
-    async def start(self, spec):
-        return DirectorySandbox()
-
-    async def aclose(self):
-        pass

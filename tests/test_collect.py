@@ -18,15 +18,16 @@ from rollout.errors import (
     VerifierError,
 )
 from rollout.harness import HARNESSES, Limits, public_view, render
+from rollout.sandbox.bubblewrap import BubblewrapBackend
 from rollout.tasks.verifier import verify
-from tests.shell_world import CHAT, TASK, DirectoryBackend, engine, spec
+from tests.shell_world import CHAT, TASK, engine, spec
 
 SOLVE = ("wc -l < note > total", "cat total", "mv note docs", "done")
 
 
 def run(scripts, specs, *, backend=None, verify=verify, engine_of=engine, **options):
     async def go():
-        box = backend or DirectoryBackend()
+        box = backend or BubblewrapBackend()
         try:
             return await collect(
                 specs,
@@ -48,11 +49,11 @@ def one(commands, harness="general", **options):
     return run({episode.id: commands}, [episode], **options)[0]
 
 
-class Flaky(DirectoryBackend):
+class Flaky(BubblewrapBackend):
     """A real backend whose n-th sandboxes fail at a given call."""
 
     def __init__(self, call, error, failing):
-        self.inner, self.call, self.error, self.failing = DirectoryBackend(), call, error, failing
+        self.inner, self.call, self.error, self.failing = BubblewrapBackend(), call, error, failing
         self.started = 0
         self.alive: set[object] = set()
         self.most_alive = 0
@@ -315,3 +316,18 @@ def test_a_bug_is_raised_and_closes_every_sandbox():
 
 def test_a_spec_is_plain_data():
     assert spec() == EpisodeSpec(TASK, "general", 0, "base", 0)
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "observation"),
+    [
+        ("exit 3", "shell-exit", "err exit"),
+        ("cat", "ok", ""),
+        ("echo 'open", "ok", "err 2"),
+    ],
+)
+def test_an_agent_that_breaks_its_shell_goes_on_and_is_graded(command, status, observation):
+    record = one((command, *SOLVE))
+    assert (record.turns[0].status, record.turns[0].observation) == (status, observation)
+    assert record.fault is None
+    assert record.verdict.strict_success

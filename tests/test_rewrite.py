@@ -16,8 +16,9 @@ from rollout.rewrite.planner import RulePlanner
 from rollout.rewrite.replay import FUNNEL, rewrite
 from rollout.rewrite.runbook import MAX_COMMANDS, problems
 from rollout.rewrite.shell import is_view, literals
+from rollout.sandbox.bubblewrap import BubblewrapBackend
 from rollout.tasks.verifier import verify
-from tests.shell_world import CHAT, TASK, DirectoryBackend, engine, spec
+from tests.shell_world import CHAT, TASK, engine, spec
 
 PLANNER = RulePlanner({TASK.id: TASK.instruction, "hunt": "delete the file with beta"})
 FILES = (*TASK.files, *TASK.directories)
@@ -254,7 +255,7 @@ def rewritten(scripts, specs, **options):
     """Real episodes of these scripts, then their rewrite; both in real sandboxes."""
 
     async def go():
-        backend = DirectoryBackend()
+        backend = BubblewrapBackend()
         shared = {"backend": backend, "chat": CHAT, "verify": verify, "run_seed": 0}
         try:
             found = await collect(specs, engine=engine(scripts), **shared)
@@ -322,7 +323,7 @@ def test_a_runbook_that_only_worked_in_its_first_sandbox_is_not_kept():
             return Runbook(source.task_id, source.id, ("mv note docs",))
 
     async def go():
-        shared = {"backend": DirectoryBackend(), "chat": CHAT, "verify": verify, "run_seed": 0}
+        shared = {"backend": BubblewrapBackend(), "chat": CHAT, "verify": verify, "run_seed": 0}
         return await rewrite(
             [trajectory(("mv note docs", ""))],
             {TASK.id: TASK},
@@ -338,7 +339,7 @@ def test_a_runbook_that_only_worked_in_its_first_sandbox_is_not_kept():
 
 def test_failures_and_masked_episodes_are_no_sources():
     async def go():
-        shared = {"backend": DirectoryBackend(), "chat": CHAT, "verify": verify, "run_seed": 0}
+        shared = {"backend": BubblewrapBackend(), "chat": CHAT, "verify": verify, "run_seed": 0}
         return await rewrite(
             [trajectory(("mv note docs", ""), verdict=verdict) for verdict in (FAILURE, None)],
             {TASK.id: TASK},

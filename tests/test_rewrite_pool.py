@@ -10,10 +10,10 @@ from rollout.harness import HARNESSES, shell_chat
 from rollout.rewrite.audit import RuleReviewer
 from rollout.rewrite.planner import RulePlanner
 from rollout.rewrite.replay import rewrite
+from rollout.sandbox.bubblewrap import BubblewrapBackend
 from rollout.tasks.pool.lexicon import vocabulary
 from rollout.tasks.pool.source import PoolSource
 from rollout.tasks.verifier import verify
-from tests.shell_world import DirectoryBackend
 
 CHAT = shell_chat(vocabulary())
 TASKS = PoolSource(11).tasks("train")[:40]
@@ -40,7 +40,7 @@ def run(scripts):
             vocab_size=CHAT.tokenizer.vocab_size,
             context_len=128,
         )
-        backend = DirectoryBackend()
+        backend = BubblewrapBackend()
         shared = {"backend": backend, "chat": CHAT, "verify": verify, "run_seed": 0}
         try:
             found = await collect(specs, engine=engine, **shared)
