@@ -1,1 +1,1 @@
-"""Generation engines over HTTP."""
+"""Generation engines outside this process, and scripted ones."""
