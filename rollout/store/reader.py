@@ -95,6 +95,10 @@ class SegmentReader:
             self._headers[segment] = layout.decode_header(data, segment)
         return self._headers[segment]
 
+    def ids(self) -> tuple[str, ...]:
+        """Ids of every committed trajectory, sorted."""
+        return tuple(sorted(self._names("ids/")))
+
     def read(self, segment: str) -> tuple[Trajectory, ...]:
         """All trajectories of a segment, in the order written."""
         return self._read(segment, 0, len(self.header(segment).ids))
