@@ -12,12 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trsi_jax.losses import (
+    double_sided,
     explained_variance,
+    gspo,
     kl_estimate,
     masked_sum,
     ppo_clip,
     sft_nll,
+    token_weight,
+    truncated_weight,
+    value_bce,
     value_mse,
+    value_of_logit,
 )
 
 MASK = jnp.array([True, True, False, True])
@@ -97,6 +103,76 @@ def test_impossible_clips_are_refused(options):
         surrogate(1.0, 1.0, **options)
 
 
+# --- double-sided mask, sequence ratio, truncated weights ----------------------------------------
+
+
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_double_sided_mask_drops_on_both_sides_whatever_the_sign(advantage):
+    """Window (.7, 6): ratio .5 and 7 dropped, 2 kept with gradient -rho A / n."""
+    old = jnp.zeros(3)
+    new = jnp.log(jnp.array([0.5, 2.0, 7.0]))
+    ones = jnp.ones(3, bool)
+    a = jnp.full(3, advantage)
+
+    def loss(x):
+        return double_sided(x, old, a, ones, n_tokens=3, low=0.3, high=5.0)
+
+    (_, metrics), grad = jax.value_and_grad(loss, has_aux=True)(new)
+    np.testing.assert_allclose(grad, [0.0, -2.0 * advantage / 3, 0.0], rtol=1e-5)
+    assert metrics["clip_fraction"] == pytest.approx(2 / 3)
+
+
+def test_double_sided_refuses_an_empty_window():
+    with pytest.raises(ValueError, match="need 0 < low <= 1 and high > 0"):
+        double_sided(*[jnp.zeros(1)] * 3, jnp.ones(1, bool), n_tokens=1, low=0.0)
+
+
+def test_gspo_ratio_is_the_geometric_mean_over_action_tokens():
+    """Log-ratios .3 and -.1 (and a masked 9): s = e^.1; objective s A on both tokens."""
+    new = jnp.array([0.3, 9.0, -0.1])
+    acted = jnp.array([True, False, True])
+    loss, metrics = gspo(
+        new, jnp.zeros(3), jnp.full(3, 2.0), acted, n_tokens=2, clip_low=0.5, clip_high=0.5
+    )
+    assert loss == pytest.approx(-2.0 * np.exp(0.1), rel=1e-5)
+    assert metrics["ratio"] == pytest.approx(np.exp(0.1), rel=1e-5)
+
+
+def test_gspo_clips_a_sequence_whole():
+    """s = e^.1 > 1.05 with A > 0: no token has a gradient, though one has a ratio below 1."""
+    new = jnp.array([0.3, -0.1])
+    grad = jax.grad(
+        lambda x: gspo(x, jnp.zeros(2), jnp.ones(2), jnp.ones(2, bool), n_tokens=2, clip_high=0.05)[
+            0
+        ]
+    )(new)
+    assert not np.any(grad)
+
+
+def test_gspo_keeps_rows_apart():
+    rng = np.random.default_rng(0)
+    new, advantage = (jnp.asarray(rng.normal(size=(3, 4)), jnp.float32) for _ in range(2))
+    mask = jnp.array([[1, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]], bool)
+    args = {"n_tokens": 7, "clip_low": 0.2, "clip_high": 0.2}
+    whole, _ = gspo(new, new * 0, advantage, mask, **args)
+    rows = [gspo(new[i], new[i] * 0, advantage[i], mask[i], **args)[0] for i in range(3)]
+    np.testing.assert_allclose(whole, sum(rows), rtol=1e-6)
+
+
+def test_truncated_weights():
+    """Ratios .5, 2 and 8 with cap 2: .5, 2, 2; masked 0; data, not a path for gradients."""
+    trainer = jnp.log(jnp.array([0.5, 2.0, 8.0, 1.0]))
+    acted = jnp.array([True, True, True, False])
+
+    def weights(x):
+        return truncated_weight(x, jnp.zeros(4), acted, cap=2.0)
+
+    np.testing.assert_allclose(weights(trainer), [0.5, 2, 2, 0], rtol=1e-5)
+    assert not np.any(jax.grad(lambda x: weights(x).sum())(trainer))
+    with pytest.raises(ValueError, match=r"cap must be >= 1, got 0\.5"):
+        truncated_weight(trainer, trainer, acted, cap=0.5)
+
+
 # --- masks and denominators -------------------------------------------------------------------
 
 LOSSES = {
@@ -104,6 +180,9 @@ LOSSES = {
     "ppo_clip dual": lambda x, mask, n: ppo_clip(
         x, x * 0.5, x + 1, mask, n_tokens=n, dual_clip=3.0
     )[0],
+    "double_sided": lambda x, mask, n: double_sided(x, x * 0.9, x + 1, mask, n_tokens=n)[0],
+    "gspo": lambda x, mask, n: gspo(x, x * 0.9 - 0.1, x + 1, mask, n_tokens=n)[0],
+    "value_bce": lambda x, mask, n: value_bce(x, x * 0.5 + 1, mask, n_tokens=n),
     "value_mse": lambda x, mask, n: value_mse(x, x * 0.5 + 1, mask, n_tokens=n),
     "value_mse clip": lambda x, mask, n: value_mse(
         x, x * 0.5 + 1, mask, n_tokens=n, old_value_t=x * 0.9, clip=0.2
@@ -146,6 +225,28 @@ def test_an_empty_batch_has_loss_zero(name):
     assert not np.any(grad)
 
 
+def test_ways_to_average():
+    """Rows of 3, 0 and 1 action tokens with terms 1: token 4/4, sequence 2/2, constant 4/(2x8)."""
+    acted = jnp.array([[1, 1, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]], bool)
+    terms = jnp.array([[1.0] * 4, [1.0] * 4, [5.0] * 4])
+
+    def average(kind, constant=None):
+        weight, n = token_weight(acted, kind=kind, constant=constant)
+        return masked_sum(weight * terms, acted, n_tokens=n)
+
+    assert average("token") == pytest.approx((3 + 5) / 4)
+    assert average("sequence") == pytest.approx((1 + 5) / 2)
+    assert average("constant", 8.0) == pytest.approx((3 + 5) / 16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "constant"), [("constant", None), ("token", 8.0), ("mean", None), ("constant", 0.0)]
+)
+def test_impossible_averages_are_refused(kind, constant):
+    with pytest.raises(ValueError, match="got"):
+        token_weight(jnp.ones((1, 1), bool), kind=kind, constant=constant)
+
+
 # --- finiteness -------------------------------------------------------------------------------
 
 
@@ -165,11 +266,15 @@ def all_losses(dual):
         policy, metrics = ppo_clip(new, old, advantage, MASK, n_tokens=3, dual_clip=dual)
         critic = value_mse(value, target, MASK, n_tokens=3)
         clipped = value_mse(value, target, MASK, n_tokens=3, old_value_t=old, clip=0.2)
+        bce = value_bce(value, target, MASK, n_tokens=3)
+        hard, _ = double_sided(new, old, advantage, MASK, n_tokens=3)
+        sequence, _ = gspo(new, old, advantage, MASK, n_tokens=3)
         kls = [
             masked_sum(kl_estimate(new, old, MASK, kind=k), MASK, n_tokens=3)
             for k in ("k1", "k2", "k3")
         ]
-        parts = [policy, critic, clipped, sft_nll(new, MASK, n_tokens=3), *kls]
+        sft = sft_nll(new, MASK, n_tokens=3)
+        parts = [policy, critic, clipped, bce, hard, sequence, sft, *kls]
         return sum(parts), (parts, metrics)
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
@@ -200,6 +305,31 @@ def test_clipped_value_error_is_never_smaller():
 def test_value_clip_needs_old_values():
     with pytest.raises(ValueError, match="needs old_value_t"):
         value_mse(jnp.ones(1), jnp.ones(1), jnp.ones(1, bool), n_tokens=1, clip=0.2)
+
+
+def test_value_bce_has_the_mean_return_as_optimum():
+    """Targets 0, .5, 1 at one shared logit: the gradient vanishes at sigmoid(z) = .5."""
+    ones = jnp.ones(3, bool)
+    target = jnp.array([0.0, 0.5, 1.0])
+
+    def loss(z):
+        return value_bce(jnp.full(3, z), target, ones, n_tokens=3)
+
+    assert jax.grad(loss)(0.0) == pytest.approx(0.0, abs=1e-6)
+    assert jax.grad(loss)(2.0) == pytest.approx(1 / (1 + np.exp(-2)) - 0.5, rel=1e-5)
+    assert loss(0.0) == pytest.approx(np.log(2.0), rel=1e-5)
+
+
+def test_value_bce_range():
+    """Returns of [-1, 3]: 1 is half-way, and what lies outside is cut to the edge."""
+    one = jnp.ones(1, bool)
+    grad = jax.grad(lambda z: value_bce(z, jnp.ones(1), one, n_tokens=1, low=-1.0, high=3.0))
+    assert grad(jnp.zeros(1))[0] == pytest.approx(0.0, abs=1e-6)
+    assert value_of_logit(jnp.zeros(1), low=-1.0, high=3.0)[0] == 1.0
+    edge = value_bce(jnp.zeros(1), jnp.full(1, 9.0), one, n_tokens=1, low=-1.0, high=3.0)
+    assert edge == pytest.approx(np.log(2.0))
+    with pytest.raises(ValueError, match=r"need low < high, got 1\.0, 1\.0"):
+        value_of_logit(jnp.zeros(1), low=1.0, high=1.0)
 
 
 def test_explained_variance():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -47,3 +49,48 @@ def saturate(x: jax.Array) -> jax.Array:
 def log_ratio(logprob_t: jax.Array, old_logprob_t: jax.Array) -> jax.Array:
     """log pi - log pi_old, cut to +-`MAX_LOG_RATIO`; the gradient beyond is 0."""
     return jnp.clip(logprob_t - old_logprob_t, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+Aggregation = Literal["token", "sequence", "constant"]
+"""How tokens of a batch are weighed against one another."""
+
+
+def token_weight(
+    acted_bt: jax.Array, *, kind: Aggregation, constant: float | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Weights and denominator of one way to average a loss over a whole global batch.
+
+    "token": every action token counts the same; w = 1, n = number of action tokens.
+    "sequence": every sequence that has action tokens counts the same, w = 1 / its number of them,
+    n = number of such sequences. "constant": w = 1, n = `constant` x number of such sequences
+    (Dr.GRPO: no preference by length; the constant is the longest allowed answer).
+
+    Args:
+      acted_bt: [B, T] bool, true where the policy sampled the token, of the whole global batch.
+      kind: "token" (the default of every config), "sequence" or "constant".
+      constant: tokens a sequence, > 0, for "constant" only.
+
+    Returns:
+      (weight_bt, n): [B, T] float32, 0 where not acted, for a loss's `weight_t`; and the float32
+      scalar for its `n_tokens`.
+
+    Raises:
+      ValueError: for another kind, or a constant that is missing or out of place.
+
+    Source: arXiv 2503.14476 (token), 2402.03300 (sequence), 2503.20783 (constant).
+    """
+    chex.assert_rank(acted_bt, 2)
+    if (kind == "constant") != (constant is not None and constant > 0):
+        raise ValueError(
+            f"kind 'constant', and only it, needs constant > 0; got {kind}, {constant}"
+        )
+    weight_bt = acted_bt.astype(jnp.float32)
+    length_b = jnp.sum(weight_bt, axis=1)
+    sequences = jnp.sum(length_b > 0).astype(jnp.float32)
+    if kind == "token":
+        return weight_bt, jnp.sum(length_b)
+    if kind == "sequence":
+        return weight_bt / jnp.maximum(length_b, 1)[:, None], sequences
+    if kind == "constant" and constant is not None:
+        return weight_bt, constant * sequences
+    raise ValueError(f"kind must be one of {', '.join(get_args(Aggregation))}, got {kind!r}")

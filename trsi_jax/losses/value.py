@@ -54,6 +54,64 @@ def value_mse(
     return 0.5 * masked_sum(weight_t * error_t, acted_t, n_tokens=n_tokens)
 
 
+def value_bce(
+    logit_t: jax.Array,
+    return_t: jax.Array,
+    acted_t: jax.Array,
+    *,
+    n_tokens: float | jax.Array,
+    low: float = 0.0,
+    high: float = 1.0,
+    weight_t: jax.Array | None = None,
+) -> jax.Array:
+    """Binary cross-entropy of a sigmoid value head, V = low + (high - low) sigmoid(z).
+
+    y_t = clip((R_t - low) / (high - low), 0, 1),
+    loss = sum_{t acted} w_t (log(1 + e^z_t) - y_t z_t) / n_tokens.
+    Its optimum is the mean of y, as for the squared error, but its gradient sigmoid(z) - y does
+    not die at a confident mistake.
+
+    Args:
+      logit_t: [...] float, z before token t.
+      return_t: [...] float, target, treated as data; cut to [low, high].
+      acted_t: [...] bool, true where the policy sampled the token; nothing else is read.
+      n_tokens: number of action tokens of the whole global batch.
+      low: smallest return that the head can say.
+      high: largest one, > low.
+      weight_t: [...] float, treated as data; None for 1.
+
+    Returns:
+      A float scalar.
+
+    Raises:
+      ValueError: for bounds out of order.
+
+    Source: the soft-label head of arXiv 2609.26355 (PACT); the affine range is our addition.
+    """
+    _check_range(low, high)
+    weight_t = jnp.ones_like(return_t) if weight_t is None else weight_t
+    logit_t, return_t, weight_t = only(acted_t, logit_t, return_t, weight_t)
+    y_t = jnp.clip((saturate(return_t) - low) / (high - low), 0.0, 1.0)
+    y_t, weight_t = jax.lax.stop_gradient((y_t, saturate(weight_t)))
+    z_t = saturate(logit_t)
+    return masked_sum(weight_t * (jax.nn.softplus(z_t) - y_t * z_t), acted_t, n_tokens=n_tokens)
+
+
+def value_of_logit(logit_t: jax.Array, *, low: float = 0.0, high: float = 1.0) -> jax.Array:
+    """V = low + (high - low) sigmoid(z): the value that a head trained by `value_bce` says.
+
+    Raises:
+      ValueError: for bounds out of order.
+    """
+    _check_range(low, high)
+    return low + (high - low) * jax.nn.sigmoid(logit_t)
+
+
+def _check_range(low: float, high: float) -> None:
+    if not low < high:
+        raise ValueError(f"need low < high, got {low}, {high}")
+
+
 def explained_variance(value: jax.Array, target: jax.Array, acted: jax.Array) -> jax.Array:
     """EV = 1 - Var(R - V) / Var(R) over the action tokens.
 
