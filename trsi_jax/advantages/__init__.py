@@ -1,5 +1,6 @@
 """Advantage estimators: pure functions of one sequence, and a registry of their names."""
 
+from trsi_jax.advantages.batched import action_index, compact, expand, tb_gae_batch
 from trsi_jax.advantages.bilevel_gae import bilevel_gae
 from trsi_jax.advantages.contract import check_tokens
 from trsi_jax.advantages.cross_segment_gae import cross_segment_gae, later_tokens
@@ -17,13 +18,16 @@ from trsi_jax.advantages.turn_gae import turn_gae
 from trsi_jax.advantages.whitening import whiten
 
 __all__ = [
+    "action_index",
     "bilevel_gae",
     "bind",
     "check_tokens",
+    "compact",
     "cross_segment_gae",
     "decoupled",
     "dr_grpo",
     "entry",
+    "expand",
     "gae",
     "gae_gap",
     "gae_unmasked",
@@ -42,6 +46,7 @@ __all__ = [
     "rloo",
     "spread",
     "tb_gae",
+    "tb_gae_batch",
     "turn_gae",
     "whiten",
 ]
