@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trsi_jax.advantages import action_index, compact, expand, tb_gae, tb_gae_batch
+from trsi_jax.advantages import (
+    action_index,
+    compact,
+    expand,
+    tb_gae,
+    tb_gae_batch,
+    tb_gae_compacted,
+    turn_starts,
+)
 
 T, B, TURNS = 40, 3, 7
 
@@ -90,6 +98,35 @@ def test_compaction_is_exact():
     long = run(*batch, 0.9, 0.8, form="scan")
     for x, y in zip(short, long, strict=True):
         np.testing.assert_array_equal(expand(x, index, length=T), y)
+
+
+@pytest.mark.parametrize("lam_in", [1.0, 0.5])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_one_carry_recursion_is_tb_gae(seed, lam_in):
+    batch = draw(seed)
+    *arrays, bootstrap = batch
+    index = jnp.asarray(action_index(np.asarray(batch[2]), multiple=8))
+    reward, value, acted, turn = (compact(x, index) for x in arrays)
+    got = tb_gae_compacted(
+        reward,
+        value,
+        acted,
+        turn_starts(acted, turn),
+        gamma=0.9,
+        lam=0.8,
+        lam_in=lam_in,
+        bootstrap_b=bootstrap,
+    )
+    for x, y in zip(got, columns(*batch, 0.9, 0.8, lam_in), strict=True):
+        np.testing.assert_allclose(expand(x, index, length=T), y, atol=1e-5)
+
+
+def test_turn_starts():
+    """A column of turns 0 0 2 2 2 behind two slots of padding, and an empty one."""
+    acted = jnp.array([[0, 0, 1, 1, 1, 1, 1], [0] * 7], bool).T
+    turn = jnp.array([[0, 0, 0, 0, 2, 2, 2], [0] * 7]).T
+    expected = [0, 0, 1, 0, 1, 0, 0]
+    np.testing.assert_array_equal(turn_starts(acted, turn).T, [expected, [0] * 7])
 
 
 def test_index_of_a_batch_without_actions():

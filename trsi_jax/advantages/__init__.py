@@ -1,7 +1,14 @@
 """Advantage estimators: pure functions of one sequence, and a registry of their names."""
 
-from trsi_jax.advantages.batched import action_index, compact, expand, tb_gae_batch
+from trsi_jax.advantages.batched import tb_gae_batch
 from trsi_jax.advantages.bilevel_gae import bilevel_gae
+from trsi_jax.advantages.compaction import (
+    action_index,
+    compact,
+    expand,
+    tb_gae_compacted,
+    turn_starts,
+)
 from trsi_jax.advantages.contract import check_tokens
 from trsi_jax.advantages.cross_segment_gae import cross_segment_gae, later_tokens
 from trsi_jax.advantages.decoupled import decoupled
@@ -47,6 +54,8 @@ __all__ = [
     "spread",
     "tb_gae",
     "tb_gae_batch",
+    "tb_gae_compacted",
     "turn_gae",
+    "turn_starts",
     "whiten",
 ]

@@ -1,4 +1,4 @@
-"""TB-GAE over a batch: three forms of one recursion, and the compaction of action tokens.
+"""TB-GAE over a batch: three forms of one recursion.
 
 Arrays are time-major, [T, B]: a scan over time then needs no transposition. All forms give the
 advantages of `tb_gae` up to rounding; which is fastest depends on the machine:
@@ -19,8 +19,6 @@ from typing import Literal, get_args
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
-import numpy.typing as npt
 
 from trsi_jax.advantages.recursion import Scalar, check_unit, checked, with_return
 from trsi_jax.advantages.tb_gae import tb_gae
@@ -196,43 +194,6 @@ def tb_gae_associative(
 
     advantage_t, _ = jax.lax.associative_scan(compose, (offset_t, slope_t), reverse=True)
     return with_return(sequence, jnp.where(acted_t, advantage_t, 0.0))
-
-
-def action_index(acted_tb: npt.NDArray[np.bool_], *, multiple: int = 512) -> npt.NDArray[np.int32]:
-    """Positions of the action tokens of each column, on the host.
-
-    Args:
-      acted_tb: [T, B] bool, true where the policy sampled the token.
-      multiple: N is rounded up to it, so that few shapes are compiled.
-
-    Returns:
-      [N, B] int32, N the largest number of action tokens of a column, rounded up; T where a
-      column has no more.
-    """
-    acted_tb = np.asarray(acted_tb)
-    length, width = acted_tb.shape
-    count = int(acted_tb.sum(axis=0).max(initial=0))
-    index = np.full((max(-(-count // multiple), 1) * multiple, width), length, np.int32)
-    for b in range(width):
-        here = np.flatnonzero(acted_tb[:, b])
-        index[: len(here), b] = here
-    return index
-
-
-def compact(x_tb: jax.Array, index_nb: jax.Array) -> jax.Array:
-    """Take the action tokens: [T, B] and [N, B] to [N, B], 0 (or false) where there are none.
-
-    A mask compacted with itself is the mask of the compacted arrays.
-    """
-    columns = jnp.arange(index_nb.shape[1])
-    return x_tb.at[index_nb, columns].get(mode="fill", fill_value=0)
-
-
-def expand(x_nb: jax.Array, index_nb: jax.Array, *, length: int) -> jax.Array:
-    """Undo `compact`: [N, B] to [length, B], 0 where not acted."""
-    columns = jnp.arange(index_nb.shape[1])
-    empty = jnp.zeros((length, x_nb.shape[1]), x_nb.dtype)
-    return empty.at[index_nb, columns].set(x_nb, mode="drop")
 
 
 _FORMS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
