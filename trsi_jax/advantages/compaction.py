@@ -1,0 +1,114 @@
+"""TB-GAE on the action tokens alone: observations are taken out before the scan.
+
+Most of a terminal transcript is observation, so the recursion has a fraction of the steps. The
+columns are aligned at their ends: in a backward scan the padding then comes last and needs no
+mask inside the loop.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from trsi_jax.advantages.recursion import Scalar, check_unit
+
+
+def action_index(acted_tb: npt.NDArray[np.bool_], *, multiple: int = 512) -> npt.NDArray[np.int32]:
+    """Positions of the action tokens of each column, on the host.
+
+    Args:
+      acted_tb: [T, B] bool, true where the policy sampled the token.
+      multiple: N is rounded up to it, so that few shapes are compiled.
+
+    Returns:
+      [N, B] int32, N the largest number of action tokens of a column, rounded up; a column that
+      has fewer begins with T, which is no position.
+    """
+    acted_tb = np.asarray(acted_tb)
+    length, width = acted_tb.shape
+    count = int(acted_tb.sum(axis=0).max(initial=0))
+    index = np.full((max(-(-count // multiple), 1) * multiple, width), length, np.int32)
+    for b in range(width):
+        here = np.flatnonzero(acted_tb[:, b])
+        index[len(index) - len(here) :, b] = here
+    return index
+
+
+def compact(x_tb: jax.Array, index_nb: jax.Array) -> jax.Array:
+    """Take the action tokens: [T, B] and [N, B] to [N, B], 0 (or false) where there are none.
+
+    A mask compacted with itself is the mask of the compacted arrays.
+    """
+    columns = jnp.arange(index_nb.shape[1])
+    return x_tb.at[index_nb, columns].get(mode="fill", fill_value=0)
+
+
+def expand(x_nb: jax.Array, index_nb: jax.Array, *, length: int) -> jax.Array:
+    """Undo `compact`: [N, B] to [length, B], 0 where not acted."""
+    columns = jnp.arange(index_nb.shape[1])
+    empty = jnp.zeros((length, x_nb.shape[1]), x_nb.dtype)
+    return empty.at[index_nb, columns].set(x_nb, mode="drop")
+
+
+def turn_starts(acted_nb: jax.Array, turn_nb: jax.Array) -> jax.Array:
+    """Of compacted columns: true at the first action token of each turn, [N, B]."""
+    before = jnp.roll(turn_nb, 1, axis=0) != turn_nb
+    no_action_before = ~jnp.roll(acted_nb, 1, axis=0).at[0].set(False)
+    return acted_nb & (before | no_action_before)
+
+
+def tb_gae_compacted(
+    reward_nb: jax.Array,
+    value_nb: jax.Array,
+    acted_nb: jax.Array,
+    starts_nb: jax.Array,
+    *,
+    gamma: Scalar,
+    lam: Scalar,
+    lam_in: Scalar = 1.0,
+    bootstrap_b: Scalar = 0.0,
+) -> tuple[jax.Array, jax.Array]:
+    """`tb_gae` of compacted columns, with one number carried from token to token.
+
+    R_j = r_j + C_j, A_j = R_j - V_j, where C_j is what is left to come as seen from j:
+    C_{j-1} = gamma ((1 - lam) V_j + lam R_j) if j is the first action token of its turn, else
+    (1 - lam_in) V_j + lam_in R_j, and C_N = gamma bootstrap.
+
+    Args:
+      reward_nb: [N, B] float, compacted rewards.
+      value_nb: [N, B] float, compacted values.
+      acted_nb: [N, B] bool, true where there is an action token.
+      starts_nb: [N, B] bool, true at the first action token of each turn (`turn_starts`).
+      gamma: discount from one turn to the next, in [0, 1].
+      lam: mixing from one turn to the next, in [0, 1].
+      lam_in: mixing inside a turn, in [0, 1].
+      bootstrap_b: [] or [B], value after the last action token.
+
+    Returns:
+      (advantage_nb, return_nb), each [N, B] of at least float32, exactly 0 where not acted. No
+      gradient flows through.
+    """
+    check_unit(gamma=gamma, lam=lam, lam_in=lam_in)
+    chex.assert_rank([reward_nb, value_nb, acted_nb, starts_nb], 2)
+    chex.assert_equal_shape([reward_nb, value_nb, acted_nb, starts_nb])
+    dtype = jnp.promote_types(jnp.promote_types(reward_nb.dtype, value_nb.dtype), jnp.float32)
+    reward_nb, value_nb = jax.lax.stop_gradient((reward_nb.astype(dtype), value_nb.astype(dtype)))
+    g, l_out, l_in = (jnp.asarray(x, dtype) for x in (gamma, lam, lam_in))
+
+    def back(
+        to_come: jax.Array, token: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        reward, value, acted, starts = token
+        total = reward + to_come
+        across = g * ((1.0 - l_out) * value + l_out * total)
+        inside = (1.0 - l_in) * value + l_in * total
+        # Padding comes last, so it may spoil the carry; only its output is blanked.
+        return jnp.where(starts, across, inside), jnp.where(acted, total - value, 0.0)
+
+    start = jnp.broadcast_to(g * jnp.asarray(bootstrap_b, dtype), reward_nb.shape[1:])
+    tokens = (reward_nb, value_nb, acted_nb, starts_nb)
+    _, advantage_nb = jax.lax.scan(back, jax.lax.stop_gradient(start), tokens, reverse=True)
+    return advantage_nb, jnp.where(acted_nb, advantage_nb + value_nb, 0.0)
