@@ -147,7 +147,7 @@ def funnel(name: str, counts: Mapping[str, int]) -> str:
             axes.text(value + most * 0.012, at, f"{value:,}", va="center", fontweight="bold")
             if before:
                 kept = f"{100 * value / before:.0f} %"
-                axes.text(value + most * 0.1, at, kept, va="center", color=_colour("muted"))
+                axes.text(value + most * 0.11, at, kept, va="center", color=_colour("muted"))
         axes.set_yticks(list(y), steps)
         axes.tick_params(axis="y", labelcolor=_colour("ink"), length=0)
         axes.invert_yaxis()
@@ -216,20 +216,21 @@ def parts_by_time(records: Sequence[StageRecord]) -> list[str]:
 def training_curves(name: str, curves: Mapping[str, Sequence[float]]) -> str:
     """One small panel a curve, by iteration."""
     shown = {key: values for key, values in curves.items() if len(values) > 0}
-    columns = 4
+    columns = 3
     rows = -(-len(shown) // columns)
 
     def draw(figure: Figure) -> None:
-        panels = figure.subplots(rows, columns, squeeze=False).flat
+        panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axes, (key, values) in zip(panels, shown.items(), strict=False):
             x = range(1, len(values) + 1)
             single = "o" if len(values) < 3 else None
             axes.plot(x, values, color=_colour("c1"), lw=1.3, marker=single)
-            axes.set_title(f"{key}   {values[-1]:.3g}", fontsize=8.5)
+            axes.set_title(key, fontsize=8.5)
+            axes.set_title(f"{values[-1]:.3g}", fontsize=8.5, loc="right", fontweight="bold")
             axes.tick_params(labelsize=7.5)
             axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
             axes.yaxis.set_major_locator(MaxNLocator(3))
-        for axes in list(panels):
+        for axes in panels[len(shown) :]:
             axes.set_axis_off()
 
     return _svg(f"curves-{name}", (_WIDTH, 1.55 * rows), draw) if shown else ""
@@ -250,11 +251,13 @@ def seeds_curve(stages: Sequence[SeedsStage]) -> str:
             high = [100 * min(1.0, stage.strict_success.hi) for stage in stages]
             axes.fill_between(x, low, high, color=_colour("c1"), alpha=0.18, lw=0)
         axes.plot(x, mean, color=_colour("c1"), lw=2.2, marker="o", ms=5)
-        for at, value in zip(x, mean, strict=True):
+        for at, value, stage in zip(x, mean, stages, strict=True):
+            # Above the highest seed, clear of the lines.
+            top = 100 * max(stage.by_seed.values())
             axes.annotate(
                 f"{value:.1f}",
-                (at, value),
-                (0, 10),
+                (at, top),
+                (0, 8),
                 textcoords="offset points",
                 ha="center",
                 fontweight="bold",
