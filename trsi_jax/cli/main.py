@@ -1,0 +1,65 @@
+"""The command `trsi`. Every command is a file beside this one and imports heavy parts inside."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from trsi_jax.cli import doctor, report, run, seeds, show
+from trsi_jax.cli.environment import clash
+from trsi_jax.cli.errors import FAILURE, USER_MISTAKE, explain, wants_traceback
+
+app = typer.Typer(
+    name="trsi",
+    help="Terminal-RSI in JAX: a terminal agent made better from its own verified work.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command("run")(run.run)
+app.command("seeds")(seeds.seeds)
+app.command("report")(report.report)
+app.command("show")(show.show)
+app.command("doctor")(doctor.doctor)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(call(sys.argv[1:]))
+
+
+def call(arguments: Sequence[str]) -> int:
+    """Run one command; a failure is one line on standard error, never a traceback.
+
+    Args:
+      arguments: the command line without the program's name.
+
+    Returns:
+      The exit code: 0, 2 for a mistake of the person, 1 for any other failure.
+    """
+    problem = clash()
+    if problem is not None and "doctor" not in arguments:
+        return _complain(problem, FAILURE)
+    try:
+        result = app(list(arguments), prog_name="trsi", standalone_mode=False)
+    except typer.Exit as stop:
+        return int(stop.exit_code)
+    except typer.TyperException as mistake:
+        # Without arguments the help is already on the screen and there is nothing to add.
+        return _complain(*explain(mistake)) if str(mistake) else USER_MISTAKE
+    except (Exception, KeyboardInterrupt) as error:
+        if wants_traceback():
+            raise
+        return _complain(*explain(error))
+    return result if isinstance(result, int) else 0
+
+
+def _complain(line: str, code: int) -> int:
+    print(f"trsi: {line}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()
