@@ -54,7 +54,7 @@ UNREADY_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 10.0
 FIRST_UID = 65_000
 LAST_UID = 65_499
-DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICES = ("null", "zero", "urandom")
 CREDENTIALS = struct.Struct("3i")
 
 BASE_ENV = {
@@ -187,12 +187,12 @@ class BubblewrapSandbox:
             )
             self._ooms = self._group.oom_kills()
             join = self._group.join
-        argv = self._backend.bwrap_argv(self._spec)
         request = {
-            "argv": argv,
+            "argv": self._backend.bwrap_argv(self._spec),
             "uid": self._uid,
             "join": join,
-            "lifetime_s": float(self._spec.lifetime_s),
+            "leave": self._backend.leave(),
+            "lifetime_s": self._spec.lifetime_s,
         }
         assert self._output_inside is not None
         inside = [self._control_inside.fileno(), self._output_inside, self._command]
@@ -260,19 +260,21 @@ class BubblewrapSandbox:
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
                 sender = CREDENTIALS.unpack(content[: CREDENTIALS.size])[0]
-        if self._init is None and (self._starter in (None, sender)):
+        if self._init is None:
             self._on_banner(data, sender)
             return
         for line in data.splitlines():
             self._on_report(line, sender)
 
     def _on_banner(self, data: bytes, sender: int) -> None:
-        """The starter's and bubblewrap's own reports, before anything runs inside."""
-        self._starter = sender
+        """The launcher's and bubblewrap's own reports, before anything runs inside."""
+        if sender == self._backend.pid:
+            self._starter = int(data[2:])
+            return
         self._banner += data
         match = re.search(rb'"child-pid": (\d+)\D', self._banner)
         if match:
-            self._init = int(match[1])
+            self._starter, self._init = sender, int(match[1])
 
     def _on_report(self, line: bytes, sender: int) -> None:
         match = re.fullmatch(rb"([nrsx])(?: (\d{1,10}))?", line)
@@ -623,6 +625,8 @@ class BubblewrapBackend:
         self._mark = owner.new_mark()
         _raise_descriptor_limit()
         self._home, self._binds = _make_home(self._mark)
+        if os.geteuid() == 0:
+            binary = _copy_binary(binary, self._home)
         atexit.register(self._dispose)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
@@ -666,6 +670,10 @@ class BubblewrapBackend:
     def group_of(self, slot: int) -> cgroups.Slot | None:
         """Control groups of a slot."""
         return self._groups.slot(slot) if self._groups else None
+
+    def leave(self) -> list[str] | None:
+        """How the launcher returns to its own control groups."""
+        return self._groups.leave if self._groups else []
 
     def launch(self, request: Mapping[str, object], fds: list[int]) -> None:
         """Ask the launcher for one sandbox."""
@@ -822,6 +830,20 @@ def _make_home(mark: str) -> tuple[Path, list[str]]:
     raise SandboxUnavailable(reason, "free some space there, or set TMPDIR to another directory")
 
 
+def _copy_binary(binary: Path, home: Path) -> Path:
+    """Copy bubblewrap, with the libraries of its package, to where any user may run it."""
+    package = binary.parent.parent
+    copy = home / "bwrap" / package.name / binary.parent.name / binary.name
+    copy.parent.mkdir(parents=True)
+    shutil.copy(binary, copy)
+    libraries = package.with_name(f"{package.name}.libs")
+    if libraries.is_dir():
+        shutil.copytree(libraries, home / "bwrap" / libraries.name)
+    for path in (home / "bwrap").rglob("*"):
+        path.chmod(0o755)
+    return copy
+
+
 def _make_root(home: Path) -> list[str]:
     """Make the read-only root directory of all sandboxes; the host directories it needs bound."""
     root = home / "root"
@@ -844,6 +866,7 @@ def _make_root(home: Path) -> list[str]:
         "stdin": "/proc/self/fd/0",
         "stdout": "/proc/self/fd/1",
         "stderr": "/proc/self/fd/2",
+        "random": "urandom",
         "shm": "/tmp",
     }.items():
         (root / "dev" / name).symlink_to(target)

@@ -74,10 +74,18 @@ class Slot:
 
 @dataclass(slots=True)
 class Groups:
-    """The control groups of one owner; `controllers` is what they can limit."""
+    """The control groups of one owner.
+
+    Attributes:
+      version: 1 or 2.
+      bases: controller -> the owner's group.
+      leave: files by which the launcher returns to its own groups after it has moved; None where
+        a move is slow (version 2: a system-wide lock, and a grace period of about 10 ms).
+    """
 
     version: int
     bases: dict[str, Path]
+    leave: list[str] | None
     _slots: list[Slot] = field(default_factory=list)
 
     @property
@@ -169,7 +177,7 @@ def open_groups(mark: str, pid: int, root: Path = ROOT) -> Groups | None:
                 remove_cgroup(base)
                 continue
             if usable:
-                return Groups(2, dict.fromkeys(usable, base))
+                return Groups(2, dict.fromkeys(usable, base), None)
         return None
     for controller, paths in candidates.items():
         for parent in paths:
@@ -177,4 +185,6 @@ def open_groups(mark: str, pid: int, root: Path = ROOT) -> Groups | None:
                 _make(parent / mark, (controller,), version)
                 bases[controller] = parent / mark
                 break
-    return Groups(1, bases) if bases else None
+    own = _own_paths()
+    leave = [str(root / name / own.get(name, "") / "tasks") for name in bases]
+    return Groups(1, bases, leave) if bases else None

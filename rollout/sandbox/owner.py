@@ -68,6 +68,8 @@ def homes() -> list[Path]:
     """Where owners keep their directory, best first: in memory, else on disk."""
     shared = Path("/dev/shm")
     usable = shared.is_dir() and os.access(shared, os.W_OK | os.X_OK)
+    # Programs are run from it.
+    usable = usable and not os.statvfs(shared).f_flag & os.ST_NOEXEC
     return [shared] * usable + [Path(tempfile.gettempdir())]
 
 
