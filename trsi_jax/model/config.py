@@ -48,7 +48,7 @@ class ModelConfig:
       gdn_key_heads, gdn_value_heads, gdn_key_dim, gdn_value_dim: of the gated delta net.
       conv_width: taps of its causal depthwise convolution.
       gdn_chunk: longest chunk of the chunked delta rule.
-      gdn_solver: "solve" (triangular solve) or "ladder" (block inverse by products).
+      gdn_solver: "solve" (triangular solve) or "ladder" (block inverse by products only).
       compute_dtype: dtype of the projections and the residual stream.
       accum_dtype: dtype of norms, softmax, decay, the recurrent state and the logits.
       param_dtype: dtype that new parameters are made in.
@@ -199,6 +199,7 @@ def _tiny() -> ModelConfig:
         gdn_key_dim=32,
         gdn_value_dim=32,
         gdn_chunk=24,
+        gdn_solver="ladder",
         init=InitConfig(
             embed_std=0.1,
             head_from_embedding=True,

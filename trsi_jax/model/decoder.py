@@ -182,8 +182,7 @@ def definition(kind: type, config: ModelConfig) -> Any:
 
 def bind(kind: type, config: ModelConfig, params: Params) -> Any:
     """A module of `kind` over `params`, for use inside one traced function."""
-    merge: Any = nnx.merge
-    return merge(definition(kind, config), params)
+    return nnx.merge(definition(kind, config), params)
 
 
 def _make(kind: type, config: ModelConfig, key: jax.Array) -> Any:
@@ -278,7 +277,7 @@ def hidden_states(
         x, _ = body(x, jax.tree.map(lambda leaf: leaf[0], params["groups"]))
     else:
         x, _ = jax.lax.scan(body, x, params["groups"])
-    return bind(RMSNorm, config, params["final_norm"])(x)  # type: ignore[no-any-return]
+    return bind(RMSNorm, config, params["final_norm"])(x)
 
 
 def logits(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:

@@ -277,19 +277,56 @@ def _solve_unit_lower(
     coupling: jax.Array, target: jax.Array, solver: Literal["solve", "ladder"]
 ) -> jax.Array:
     """Solve (I + L) X = B for strictly lower L, [n, C, C], and B, [n, C, m]."""
+    if solver == "ladder":
+        return _ladder_solve(coupling, target)
+    return lax.linalg.triangular_solve(
+        coupling, target, left_side=True, lower=True, unit_diagonal=True
+    )
+
+
+def _ladder_inverse(coupling: jax.Array) -> jax.Array:
+    """(I + L)^-1 by X := X - X L_b X for b = 1, 2, 4, ...
+
+    L_b is L on the lower left b x b block of every diagonal block of 2b, and X, the inverse of
+    the diagonal blocks of b, becomes that of the blocks of 2b.
+    """
     size = coupling.shape[-1]
-    if solver == "solve":
-        return lax.linalg.triangular_solve(
-            coupling, target, left_side=True, lower=True, unit_diagonal=True
-        )
-    inverse = jnp.broadcast_to(jnp.eye(size, dtype=coupling.dtype), coupling.shape)
     index = jnp.arange(size)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=coupling.dtype), coupling.shape)
     block = 1
     while block < size:
-        pair = index // (2 * block)
-        half = (index // block) % 2
-        corner = (pair[:, None] == pair[None, :]) & (half[:, None] == 1) & (half[None, :] == 0)
-        product = jnp.matmul(jnp.where(corner, coupling, 0), inverse, precision=_HIGHEST)
-        inverse -= jnp.matmul(inverse, product, precision=_HIGHEST)
+        row, column = index[:, None], index[None, :]
+        corner = (row // (2 * block) == column // (2 * block)) & (row // block > column // block)
+        step = jnp.where(corner, coupling, 0)
+        if block > 1:  # With b = 1 the inverse is still the identity.
+            step = jnp.matmul(step, inverse, precision=_HIGHEST)
+            step = jnp.matmul(inverse, step, precision=_HIGHEST)
+        inverse -= step
         block *= 2
-    return jnp.matmul(inverse, target, precision=_HIGHEST)
+    return inverse
+
+
+@jax.custom_vjp
+def _ladder_solve(coupling: jax.Array, target: jax.Array) -> jax.Array:
+    return jnp.matmul(_ladder_inverse(coupling), target, precision=_HIGHEST)
+
+
+def _ladder_solve_forward(
+    coupling: jax.Array, target: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    inverse = _ladder_inverse(coupling)
+    solution = jnp.matmul(inverse, target, precision=_HIGHEST)
+    return solution, (inverse, solution)
+
+
+def _ladder_solve_backward(
+    saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    # B' = (I + L)^-T X', L' = -B' X^T: two products, not the derivative of every rung.
+    inverse, solution = saved
+    to_target = jnp.einsum("nji,njm->nim", inverse, cotangent, precision=_HIGHEST)
+    to_coupling = -jnp.einsum("nim,njm->nij", to_target, solution, precision=_HIGHEST)
+    return to_coupling, to_target
+
+
+_ladder_solve.defvjp(_ladder_solve_forward, _ladder_solve_backward)
