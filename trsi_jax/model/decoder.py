@@ -214,7 +214,7 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
     stacked: Params = {}
     if config.uses_gdn:
         keys = jax.random.split(gdn_key, (groups, config.linear_per_group))
-        init_gdn = jax.vmap(jax.vmap(lambda k: _init(GatedDeltaLayer, config, k)))
+        init_gdn: Any = jax.vmap(jax.vmap(lambda k: _init(GatedDeltaLayer, config, k)))
         stacked["gdn"] = init_gdn(keys)
     keys = jax.random.split(attention_key, groups)
     stacked["attention"] = jax.vmap(lambda k: _init(AttentionLayer, config, k))(keys)
@@ -277,7 +277,8 @@ def hidden_states(
         x, _ = body(x, jax.tree.map(lambda leaf: leaf[0], params["groups"]))
     else:
         x, _ = jax.lax.scan(body, x, params["groups"])
-    return bind(RMSNorm, config, params["final_norm"])(x)
+    hidden: jax.Array = bind(RMSNorm, config, params["final_norm"])(x)
+    return hidden
 
 
 def logits(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
