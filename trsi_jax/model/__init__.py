@@ -1,1 +1,27 @@
 """The architecture of Qwen3.8: definitions, weights in and out, decoding."""
+
+from trsi_jax.model.config import InitConfig, ModelConfig, preset, preset_names
+from trsi_jax.model.decoder import (
+    Params,
+    abstract_params,
+    check_rows,
+    hidden_states,
+    init_params,
+    logits,
+)
+from trsi_jax.model.value import init_value_params, values
+
+__all__ = [
+    "InitConfig",
+    "ModelConfig",
+    "Params",
+    "abstract_params",
+    "check_rows",
+    "hidden_states",
+    "init_params",
+    "init_value_params",
+    "logits",
+    "preset",
+    "preset_names",
+    "values",
+]

@@ -1,0 +1,341 @@
+"""Cached decoding of a block of slots: one jitted loop that feeds known tokens and samples.
+
+Every row is independent of the others: it has its own length, limit, stop ids, temperature and
+key, and a row that is finished is frozen (beta = 0, decay 1). Known tokens are fed one by one
+through the same step that samples, so a row's numbers do not depend on how its context was split
+over calls, nor on what runs in the other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from trsi_jax.model.attention import attend
+from trsi_jax.model.config import ModelConfig
+from trsi_jax.model.decoder import AttentionLayer, GatedDeltaLayer, Params, bind, logits
+from trsi_jax.model.gated_delta import gated_delta_step
+from trsi_jax.model.layers import Embedding, RMSNorm
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["key", "value", "conv", "state", "length"],
+    meta_fields=[],
+)
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """What a block of slots remembers of the tokens that it read.
+
+    Attributes:
+      key: [G, B, S, Hkv, d] rotated keys of the attention layers.
+      value: [G, B, S, Hkv, d].
+      conv: [G, L, B, K-1, C] last inputs of the short convolutions.
+      state: [G, L, B, Hv, dk, dv] recurrent states, in the accumulation dtype.
+      length: [B] int32, tokens read so far.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    conv: jax.Array
+    state: jax.Array
+    length: jax.Array
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "tokens",
+        "logprobs",
+        "known",
+        "limit",
+        "done",
+        "key_data",
+        "temperature",
+        "top_p",
+        "top_k",
+        "stop",
+    ],
+    meta_fields=[],
+)
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a block of slots is asked to do, and has done.
+
+    Attributes:
+      tokens: [B, S] int32, the context and behind it the sampled tokens.
+      logprobs: [B, S] float32, of each sampled token; 0 elsewhere.
+      known: [B] int32, filled positions of `tokens`.
+      limit: [B] int32, the row is done when `known` reaches it; at most S.
+      done: [B] bool, frozen.
+      key_data: [B, 2] uint32, the request's key.
+      temperature: [B] float32; 0 is greedy with log-probs of the raw logits.
+      top_p: [B] float32 and top_k: [B] int32, read only by a truncating loop; 1 and -1 are off.
+      stop: [B, N] int32, ids that end the row; -1 fills.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    known: jax.Array
+    limit: jax.Array
+    done: jax.Array
+    key_data: jax.Array
+    temperature: jax.Array
+    top_p: jax.Array
+    top_k: jax.Array
+    stop: jax.Array
+
+
+def init_cache(config: ModelConfig, rows: int, context: int) -> Cache:
+    """An empty cache of `rows` slots that hold up to `context` tokens each.
+
+    Args:
+      config: the model.
+      rows: slots, > 0.
+      context: longest context, > 0 and within the model's positions.
+
+    Returns:
+      Zeros.
+
+    Raises:
+      ValueError: for a context that the model has no positions for.
+    """
+    if not 0 < context <= config.max_position:
+        raise ValueError(
+            f"context {context} is outside 1..{config.max_position}, the positions of {config.name}"
+        )
+    groups, linear = config.num_groups, config.linear_per_group
+    attention = (groups, rows, context, config.num_kv_heads, config.head_dim)
+    conv = (groups, linear, rows, config.conv_width - 1, config.gdn_channels)
+    heads = (config.gdn_value_heads, config.gdn_key_dim, config.gdn_value_dim)
+    return Cache(
+        key=jnp.zeros(attention, config.compute_dtype),
+        value=jnp.zeros(attention, config.compute_dtype),
+        conv=jnp.zeros(conv, config.compute_dtype),
+        state=jnp.zeros((groups, linear, rows, *heads), config.accum_dtype),
+        length=jnp.zeros((rows,), jnp.int32),
+    )
+
+
+def clear_slots(cache: Cache, slots: jax.Array) -> Cache:
+    """Zero everything that the slots marked true remember, before another context uses them.
+
+    Args:
+      cache: of a block.
+      slots: [B] bool.
+
+    Returns:
+      The cache; other slots are untouched.
+    """
+
+    def zero(leaf: jax.Array, axis: int) -> jax.Array:
+        shape = [1] * leaf.ndim
+        shape[axis] = -1
+        return jnp.where(slots.reshape(shape), 0, leaf).astype(leaf.dtype)
+
+    # Stale keys and values lie behind the length and are never visible.
+    return replace(
+        cache,
+        conv=zero(cache.conv, 2),
+        state=zero(cache.state, 2),
+        length=zero(cache.length, 0),
+    )
+
+
+def decode_step(
+    config: ModelConfig, params: Params, cache: Cache, token_ids: jax.Array, active: jax.Array
+) -> tuple[jax.Array, Cache]:
+    """Read one token in each active row.
+
+    Args:
+      config: the model.
+      params: tree of `init_params`.
+      cache: of the block; each active row's length is below the context.
+      token_ids: [B] int.
+      active: [B] bool; an inactive row's cache stays bit for bit.
+
+    Returns:
+      Hidden states after the final norm, [B, D], and the cache.
+
+    Source: the `qwen3_5` architecture.
+    """
+    rows = jnp.arange(token_ids.shape[0])
+    position = cache.length
+    visible = jnp.arange(cache.key.shape[2])[None, :] <= position[:, None]
+    repeat = config.gdn_value_heads // config.gdn_key_heads if config.uses_gdn else 1
+
+    def linear_layer(x: jax.Array, cache: Cache, layer: Params, at: Any) -> tuple[jax.Array, Cache]:
+        block = bind(GatedDeltaLayer, config, layer)
+        mixer = block.mixer
+        inputs, z, a, b = mixer.project(block.input_norm(x))
+        tail = cache.conv[at]
+        window = jnp.concatenate([tail, inputs[:, None]], axis=1)
+        query, key, value = mixer.heads(jnp.sum(window * mixer.conv_weight(), axis=1))
+        log_decay, beta = mixer.gates(a, b)
+        state, output = gated_delta_step(
+            cache.state[at],
+            jnp.repeat(query, repeat, axis=-2),
+            jnp.repeat(key, repeat, axis=-2),
+            value,
+            jnp.where(active[:, None], log_decay, 0),
+            jnp.where(active[:, None], beta, 0),
+        )
+        cache = replace(
+            cache,
+            conv=cache.conv.at[at].set(jnp.where(active[:, None, None], window[:, 1:], tail)),
+            state=cache.state.at[at].set(state),
+        )
+        x = x + mixer.finish(output, z)
+        return x + block.mlp(block.post_norm(x)), cache
+
+    def attention_layer(
+        x: jax.Array, cache: Cache, layer: Params, group: Any
+    ) -> tuple[jax.Array, Cache]:
+        block = bind(AttentionLayer, config, layer)
+        query, gate, key, value = block.mixer.project(block.input_norm(x), position)
+        # An inactive row writes behind its length, where nothing is visible, or drops the write.
+        cache = replace(
+            cache,
+            key=cache.key.at[group, rows, position].set(key, mode="drop"),
+            value=cache.value.at[group, rows, position].set(value, mode="drop"),
+        )
+        mixed = jax.vmap(partial(attend, accum_dtype=config.accum_dtype))(
+            query[:, None], cache.key[group], cache.value[group], visible[:, None]
+        )
+        x = x + block.mixer.finish(mixed[:, 0], gate)
+        return x + block.mlp(block.post_norm(x)), cache
+
+    def group(
+        carry: tuple[jax.Array, Cache], scanned: tuple[Any, Params]
+    ) -> tuple[tuple[jax.Array, Cache], None]:
+        (x, cache), (index, layers) = carry, scanned
+        for inner in range(config.linear_per_group):
+            layer = jax.tree.map(lambda leaf, i=inner: leaf[i], layers["gdn"])
+            x, cache = linear_layer(x, cache, layer, (index, inner))
+        return attention_layer(x, cache, layers["attention"], index), None
+
+    x = bind(Embedding, config, params["embed"])(token_ids)
+    if config.num_groups == 1:
+        layers = jax.tree.map(lambda leaf: leaf[0], params["groups"])
+        (x, cache), _ = group((x, cache), (0, layers))
+    else:
+        indices = jnp.arange(config.num_groups)
+        (x, cache), _ = lax.scan(group, (x, cache), (indices, params["groups"]))
+    hidden = bind(RMSNorm, config, params["final_norm"])(x)
+    return hidden, replace(cache, length=cache.length + active)
+
+
+def sample(
+    scores: jax.Array,
+    key_data: jax.Array,
+    position: jax.Array,
+    temperature: jax.Array,
+    *,
+    top_p: jax.Array | None = None,
+    top_k: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Draw one token of one row and its log-prob.
+
+    y ~ softmax(l / temperature) with key fold_in(request key, position); at temperature 0,
+    y = argmax l. The log-prob is of softmax(l / temperature) (temperature 0: softmax(l)) over
+    the full vocabulary, whether or not the draw was truncated.
+
+    Args:
+      scores: [V] float32 logits.
+      key_data: [2] uint32, the request's key.
+      position: [] int, index of the token in its context.
+      temperature: [] float32, >= 0.
+      top_p: [] float32 in (0, 1], share of the probability that is kept, or None.
+      top_k: [] int32, number of tokens that are kept (-1: all), or None.
+
+    Returns:
+      Token, [] int32, and log-prob, [] float32.
+
+    Source: our reading.
+    """
+    greedy = temperature == 0
+    logprob = jax.nn.log_softmax(scores / jnp.where(greedy, 1, temperature))
+    allowed = logprob
+    if top_p is not None and top_k is not None:
+        descending = jnp.sort(logprob)[::-1]
+        before = jnp.cumsum(jnp.exp(descending)) - jnp.exp(descending)
+        count = jnp.sum(before < top_p)
+        count = jnp.where(top_k > 0, jnp.minimum(count, top_k), count)
+        allowed = jnp.where(logprob >= descending[count - 1], logprob, -jnp.inf)
+    key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
+    noise = jax.random.gumbel(jax.random.fold_in(key, position), scores.shape)
+    token = jnp.argmax(allowed + jnp.where(greedy, 0, noise))
+    return token.astype(jnp.int32), logprob[token]
+
+
+@partial(
+    jax.jit, static_argnames=("config", "steps", "truncate"), donate_argnames=("cache", "rows")
+)
+def advance(
+    config: ModelConfig,
+    params: Params,
+    cache: Cache,
+    rows: Rows,
+    halt: jax.Array,
+    *,
+    steps: int,
+    truncate: bool = False,
+) -> tuple[Cache, Rows]:
+    """Feed and sample in every row that is not done, for at most `steps` tokens a row.
+
+    Args:
+      config: the model.
+      params: tree of `init_params`.
+      cache: of the block; `rows.tokens[:, :length]` are the tokens it has read. Donated.
+      rows: what to do; each undone row has length < known < limit. Donated.
+      halt: [B] bool, rows to end first as they are.
+      steps: most tokens that a row reads in this call.
+      truncate: whether `top_p` and `top_k` are applied (this costs a sort a token).
+
+    Returns:
+      Cache and rows; call again until all rows are done.
+
+    Source: our reading.
+    """
+    index = jnp.arange(rows.tokens.shape[0])
+    rows = replace(rows, done=rows.done | halt)
+
+    def going(carry: tuple[jax.Array, Cache, Rows]) -> jax.Array:
+        step, _, rows = carry
+        return (step < steps) & ~jnp.all(rows.done)
+
+    def body(carry: tuple[jax.Array, Cache, Rows]) -> tuple[jax.Array, Cache, Rows]:
+        step, cache, rows = carry
+        active = ~rows.done
+        fed = rows.tokens.at[index, cache.length].get(mode="fill", fill_value=0)
+        hidden, cache = decode_step(config, params, cache, fed, active)
+        scores = logits(config, params, hidden).astype(jnp.float32)
+        drawing = active & (cache.length == rows.known)
+        draw: Any = jax.vmap(
+            lambda s, k, n, t, p, q: sample(
+                s, k, n, t, top_p=p if truncate else None, top_k=q if truncate else None
+            )
+        )
+        token, logprob = draw(
+            scores, rows.key_data, rows.known, rows.temperature, rows.top_p, rows.top_k
+        )
+        # A row that does not draw writes out of bounds, and that write is dropped.
+        target = jnp.where(drawing, rows.known, rows.tokens.shape[1])
+        known = rows.known + drawing
+        stopped = drawing & jnp.any(token[:, None] == rows.stop, axis=1)
+        rows = replace(
+            rows,
+            tokens=rows.tokens.at[index, target].set(token, mode="drop"),
+            logprobs=rows.logprobs.at[index, target].set(logprob, mode="drop"),
+            known=known,
+            done=rows.done | stopped | (known >= rows.limit),
+        )
+        return step + 1, cache, rows
+
+    _, cache, rows = lax.while_loop(going, body, (jnp.zeros((), jnp.int32), cache, rows))
+    return cache, rows

@@ -1,0 +1,329 @@
+"""The decoder: groups of gated-delta-net layers and one attention layer, over a plain pytree.
+
+Module definitions are split once per configuration; what flows are nested dicts of arrays, with
+one leading axis for the groups and a second for the gated-delta-net layers of a group:
+  embed/embedding, groups/gdn/..., groups/attention/..., final_norm/scale, lm_head/kernel.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from flax import nnx
+
+from trsi_jax.model.attention import Attention
+from trsi_jax.model.config import ModelConfig
+from trsi_jax.model.gated_delta import (
+    causal_conv,
+    gated_delta_chunked,
+    l2_normalize,
+    segment_starts,
+)
+from trsi_jax.model.layers import Embedding, Projection, RMSNorm, SwiGLU, rms_norm
+
+Params = dict[str, Any]
+
+
+class GatedDeltaNet(nnx.Module):  # type: ignore[misc]
+    """The gated-delta-net mixer, split into what precedes and what follows the recurrence."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        hidden = (config.hidden_size,)
+        key_dims = (config.gdn_key_heads, config.gdn_key_dim)
+        value_dims = (config.gdn_value_heads, config.gdn_value_dim)
+        heads = config.gdn_value_heads
+        init, dtype = config.init, config.param_dtype
+        self.q_proj = Projection(config, hidden, key_dims, rngs=rngs)
+        self.k_proj = Projection(config, hidden, key_dims, rngs=rngs)
+        self.v_proj = Projection(config, hidden, value_dims, rngs=rngs)
+        self.z_proj = Projection(config, hidden, value_dims, rngs=rngs)
+        self.a_proj = Projection(config, hidden, (heads,), rngs=rngs)
+        self.b_proj = Projection(config, hidden, (heads,), rngs=rngs)
+        # The current token is the last tap and the previous one the tap before it.
+        self.q_conv = nnx.Param(_init_conv(config, key_dims, config.conv_width - 1, rngs))
+        self.k_conv = nnx.Param(_init_conv(config, key_dims, config.conv_width - 2, rngs))
+        self.v_conv = nnx.Param(_init_conv(config, value_dims, config.conv_width - 1, rngs))
+        rate = jax.random.uniform(
+            rngs.params(), (heads,), dtype, minval=init.decay_min, maxval=init.decay_max
+        )
+        self.A_log = nnx.Param(jnp.log(rate))
+        step = jnp.exp(
+            jax.random.uniform(
+                rngs.params(),
+                (heads,),
+                dtype,
+                minval=np.log(init.step_min),
+                maxval=np.log(init.step_max),
+            )
+        )
+        self.dt_bias = nnx.Param(step + jnp.log(-jnp.expm1(-step)))
+        self.norm = nnx.Param(jnp.ones((config.gdn_value_dim,), dtype))
+        self.o_proj = Projection(config, value_dims, hidden, rngs=rngs, scale=init.output_scale)
+
+    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """[..., D] -> conv input [..., C], output gate z, decay and write inputs a, b."""
+        lead = x.shape[:-1]
+        parts = [proj(x).reshape(*lead, -1) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+        return jnp.concatenate(parts, axis=-1), self.z_proj(x), self.a_proj(x), self.b_proj(x)
+
+    def conv_weight(self) -> jax.Array:
+        """Taps of the short convolution, [K, C], in the compute dtype."""
+        taps = self.config.conv_width
+        parts = [w[...].reshape(taps, -1) for w in (self.q_conv, self.k_conv, self.v_conv)]
+        return jnp.concatenate(parts, axis=-1).astype(self.config.compute_dtype)
+
+    def heads(self, mixed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """[..., C] conv output -> query and key [..., Hk, dk], value [..., Hv, dv]."""
+        config = self.config
+        mixed = jax.nn.silu(mixed).astype(config.accum_dtype)
+        width = config.gdn_key_heads * config.gdn_key_dim
+        keys = (*mixed.shape[:-1], config.gdn_key_heads, config.gdn_key_dim)
+        query = l2_normalize(mixed[..., :width].reshape(keys)) * config.gdn_key_dim**-0.5
+        key = l2_normalize(mixed[..., width : 2 * width].reshape(keys))
+        values = (*mixed.shape[:-1], config.gdn_value_heads, config.gdn_value_dim)
+        return query, key, mixed[..., 2 * width :].reshape(values)
+
+    def gates(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[..., Hv] twice -> log decay g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)."""
+        dtype = self.config.accum_dtype
+        rate = jnp.exp(self.A_log[...].astype(dtype))
+        step = jax.nn.softplus(a.astype(dtype) + self.dt_bias[...].astype(dtype))
+        return -rate * step, jax.nn.sigmoid(b.astype(dtype))
+
+    def finish(self, output: jax.Array, z: jax.Array) -> jax.Array:
+        """[..., Hv, dv] outputs of the rule and their gates -> [..., D]."""
+        config = self.config
+        normed = rms_norm(
+            output, self.norm[...], eps=config.norm_eps, accum_dtype=config.accum_dtype
+        )
+        gated = normed * jax.nn.silu(z.astype(config.accum_dtype))
+        return self.o_proj(gated.astype(config.compute_dtype))
+
+    def __call__(self, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, D]; no segment sees another, padding leaves the state alone."""
+        config = self.config
+        real = segment_ids != 0
+        reset = jax.vmap(segment_starts)(segment_ids)
+        inputs, z, a, b = self.project(x)
+        inputs = jnp.where(real[..., None], inputs, 0)
+        mixed = jax.vmap(causal_conv, in_axes=(0, None, 0))(inputs, self.conv_weight(), reset)
+        query, key, value = self.heads(mixed)
+        log_decay, beta = self.gates(a, b)
+        log_decay = jnp.where(real[..., None], log_decay, 0)
+        beta = jnp.where(real[..., None], beta, 0)
+
+        def one_head(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> jax.Array:
+            return gated_delta_chunked(
+                q, k, v, *rest, chunk=config.gdn_chunk, solver=config.gdn_solver
+            )[0]
+
+        def grouped(y: jax.Array) -> jax.Array:
+            return y.reshape(*y.shape[:2], config.gdn_key_heads, -1, *y.shape[3:])
+
+        shared = jax.vmap(one_head, in_axes=(None, None, 1, 1, 1, None), out_axes=1)
+        all_heads = jax.vmap(shared, in_axes=(1, 1, 1, 1, 1, None), out_axes=1)
+        output = jax.vmap(all_heads)(
+            query, key, grouped(value), grouped(log_decay), grouped(beta), reset
+        )
+        return self.finish(output.reshape(value.shape), z)
+
+
+def _init_conv(
+    config: ModelConfig, dims: tuple[int, ...], role_tap: int, rngs: nnx.Rngs
+) -> jax.Array:
+    shape = (config.conv_width, *dims)
+    weight = jax.random.normal(rngs.params(), shape, config.param_dtype) * config.init.conv_std
+    return weight.at[role_tap].add(1.0) if config.init.role_conv else weight
+
+
+class GatedDeltaLayer(nnx.Module):  # type: ignore[misc]
+    """x += mixer(norm(x)); x += mlp(norm(x)), with a gated delta net."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        self.input_norm = RMSNorm(config, config.hidden_size, offset=config.norm_offset)
+        self.mixer = GatedDeltaNet(config, rngs=rngs)
+        self.post_norm = RMSNorm(config, config.hidden_size, offset=config.norm_offset)
+        self.mlp = SwiGLU(config, rngs=rngs)
+
+    def __call__(self, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, D]."""
+        x = x + self.mixer(self.input_norm(x), segment_ids)
+        return x + self.mlp(self.post_norm(x))
+
+
+class AttentionLayer(nnx.Module):  # type: ignore[misc]
+    """x += mixer(norm(x)); x += mlp(norm(x)), with full attention."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        self.input_norm = RMSNorm(config, config.hidden_size, offset=config.norm_offset)
+        self.mixer = Attention(config, rngs=rngs)
+        self.post_norm = RMSNorm(config, config.hidden_size, offset=config.norm_offset)
+        self.mlp = SwiGLU(config, rngs=rngs)
+
+    def __call__(self, x: jax.Array, segment_ids: jax.Array, position_ids: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, D]."""
+        x = x + self.mixer(self.input_norm(x), segment_ids, position_ids)
+        return x + self.mlp(self.post_norm(x))
+
+
+@lru_cache(maxsize=64)
+def definition(kind: type, config: ModelConfig) -> Any:
+    """The static half of a module of `kind`; `nnx.merge` joins it with parameters."""
+    abstract = nnx.eval_shape(lambda: _make(kind, config, jax.random.key(0)))
+    return nnx.split(abstract, nnx.Param)[0]
+
+
+def bind(kind: type, config: ModelConfig, params: Params) -> Any:
+    """A module of `kind` over `params`, for use inside one traced function."""
+    return nnx.merge(definition(kind, config), params)
+
+
+def _make(kind: type, config: ModelConfig, key: jax.Array) -> Any:
+    if kind is RMSNorm:
+        return RMSNorm(config, config.hidden_size, offset=config.norm_offset)
+    return kind(config, rngs=nnx.Rngs(params=key))
+
+
+def _init(kind: type, config: ModelConfig, key: jax.Array) -> Params:
+    params: Params = nnx.to_pure_dict(nnx.state(_make(kind, config, key), nnx.Param))
+    return params
+
+
+def init_params(config: ModelConfig, key: jax.Array) -> Params:
+    """Parameters drawn as `config.init` says; pure, so it may run under `jax.jit` or `eval_shape`.
+
+    Args:
+      config: the model.
+      key: PRNG key.
+
+    Returns:
+      A nested dict of arrays of `config.param_dtype`.
+
+    Source: the tiny preset's three initialisations are ours (measured to be needed to learn).
+    """
+    embed_key, gdn_key, attention_key, head_key = jax.random.split(key, 4)
+    groups = config.num_groups
+    embed = _init(Embedding, config, embed_key)
+    stacked: Params = {}
+    if config.uses_gdn:
+        keys = jax.random.split(gdn_key, (groups, config.linear_per_group))
+        init_gdn: Any = jax.vmap(jax.vmap(lambda k: _init(GatedDeltaLayer, config, k)))
+        stacked["gdn"] = init_gdn(keys)
+    keys = jax.random.split(attention_key, groups)
+    stacked["attention"] = jax.vmap(lambda k: _init(AttentionLayer, config, k))(keys)
+    params: Params = {
+        "embed": embed,
+        "groups": stacked,
+        "final_norm": _init(RMSNorm, config, head_key),
+    }
+    if config.tie_embeddings:
+        return params
+    shape = (config.hidden_size, config.vocab_size)
+    std = config.hidden_size**-0.5
+    if config.init.head_from_embedding:
+        kernel = embed["embedding"].T * (std / config.init.embed_std)
+    else:
+        kernel = jax.random.normal(head_key, shape, config.param_dtype) * std
+    return params | {"lm_head": {"kernel": kernel}}
+
+
+def abstract_params(config: ModelConfig) -> Params:
+    """Shapes and dtypes of `init_params(config, key)` without computing anything."""
+    abstract: Params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    return abstract
+
+
+def hidden_states(
+    config: ModelConfig,
+    params: Params,
+    token_ids: jax.Array,
+    segment_ids: jax.Array,
+    position_ids: jax.Array,
+) -> jax.Array:
+    """Hidden states after the final norm, for packed or right-padded rows.
+
+    Args:
+      config: the model.
+      params: tree of `init_params`; a head is not read, so a critic's trunk will do.
+      token_ids: [B, T] int.
+      segment_ids: [B, T] int, 0 on padding, else the segment: 1, 2, ... without gaps.
+      position_ids: [B, T] int, position inside the segment.
+
+    Returns:
+      [B, T, D] in the compute dtype; padding holds finite values of no meaning.
+
+    Source: the `qwen3_5` architecture.
+    """
+    chex.assert_rank(token_ids, 2)
+    chex.assert_equal_shape([token_ids, segment_ids, position_ids])
+    x = bind(Embedding, config, params["embed"])(token_ids)
+
+    def group(x: jax.Array, layers: Params) -> tuple[jax.Array, None]:
+        for index in range(config.linear_per_group):
+            layer = jax.tree.map(lambda leaf, i=index: leaf[i], layers["gdn"])
+            x = bind(GatedDeltaLayer, config, layer)(x, segment_ids)
+        layer = bind(AttentionLayer, config, layers["attention"])
+        return layer(x, segment_ids, position_ids), None
+
+    body = jax.checkpoint(group) if config.remat else group
+    if config.num_groups == 1:
+        x, _ = body(x, jax.tree.map(lambda leaf: leaf[0], params["groups"]))
+    else:
+        x, _ = jax.lax.scan(body, x, params["groups"])
+    hidden: jax.Array = bind(RMSNorm, config, params["final_norm"])(x)
+    return hidden
+
+
+def logits(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
+    """Next-token logits, hidden @ head.
+
+    Args:
+      config: the model.
+      params: tree of `init_params`.
+      hidden: [..., D], of `hidden_states`.
+
+    Returns:
+      [..., V] in the accumulation dtype.
+
+    Source: the `qwen3_5` architecture.
+    """
+    if config.tie_embeddings:
+        kernel = params["embed"]["embedding"].T
+    else:
+        kernel = params["lm_head"]["kernel"]
+    return jnp.dot(
+        hidden.astype(config.compute_dtype),
+        kernel.astype(config.compute_dtype),
+        preferred_element_type=jnp.dtype(config.accum_dtype),
+    )
+
+
+def check_rows(segment_ids: npt.NDArray[np.int32]) -> None:
+    """Refuse rows that the model would misread: left padding, holes, segments that return.
+
+    Args:
+      segment_ids: [B, T] int, on the host.
+
+    Raises:
+      ValueError: names the first bad row and what is wrong with it.
+    """
+    if segment_ids.ndim != 2:
+        raise ValueError(f"segment_ids must be [rows, tokens], got shape {segment_ids.shape}")
+    for index, row in enumerate(segment_ids):
+        real = row[row != 0]
+        if real.size and row[0] == 0:
+            raise ValueError(
+                f"row {index} is padded on the left; pad on the right (segment id 0 only after "
+                "the last segment)"
+            )
+        if np.any(row[: real.size] == 0):
+            raise ValueError(f"row {index} has padding between its segments")
+        if np.any(np.diff(real) < 0) or np.any(real < 0):
+            raise ValueError(f"row {index} has segment ids that are negative or do not ascend")

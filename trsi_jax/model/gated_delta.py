@@ -1,0 +1,332 @@
+"""The gated delta rule and its short convolution, as pure functions of one sequence.
+
+Token t of one value head, with state S in R^{dk x dv}:
+  S' = a_t S_{t-1},  d_t = beta_t (v_t - S'^T k_t),  S_t = S' + k_t d_t^T,  o_t = S_t^T q_t,
+where a_t = exp(g_t), and a_t = 0 where a new segment begins. Everything runs in the dtype of its
+arguments at the highest matmul precision: on a TPU the default precision would round to bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_HIGHEST = lax.Precision.HIGHEST
+_UNROLL = 8
+
+
+def segment_starts(segment_t: jax.Array) -> jax.Array:
+    """Where the recurrent state must be dropped before a token is read.
+
+    reset_t = segment_t != segment_{t-1} and segment_t != 0; padding resets nothing, so the state
+    passes over it unchanged.
+
+    Args:
+      segment_t: [T] int, 0 on padding, positive and constant on each segment.
+
+    Returns:
+      [T] bool; false at t = 0, where an entering state may continue.
+
+    Source: our reading.
+    """
+    chex.assert_rank(segment_t, 1)
+    before_t = jnp.concatenate([segment_t[:1], segment_t[:-1]])
+    return (segment_t != before_t) & (segment_t != 0)
+
+
+def causal_conv(
+    input_t: jax.Array, weight: jax.Array, reset_t: jax.Array, *, tail: jax.Array | None = None
+) -> jax.Array:
+    """Depthwise causal convolution that does not look over a segment's start.
+
+    y_t = sum_k weight[K-1-k] * x_{t-k} over taps k with no reset in (t-k, t].
+
+    Args:
+      input_t: [T, C] float, channels over time.
+      weight: [K, C] float; the last tap meets the current token.
+      reset_t: [T] bool, true where a segment begins.
+      tail: [K-1, C] float, inputs before t = 0; zeros if None.
+
+    Returns:
+      [T, C] float.
+
+    Source: the `qwen3_5` architecture; the reset is our reading.
+    """
+    chex.assert_rank([input_t, weight, reset_t], [2, 2, 1])
+    length, channels = input_t.shape
+    taps = weight.shape[0]
+    if tail is None:
+        tail = jnp.zeros((taps - 1, channels), input_t.dtype)
+    chex.assert_shape(tail, (taps - 1, channels))
+    run_t = jnp.cumsum(reset_t.astype(jnp.int32))
+    padded_t = jnp.concatenate([tail, input_t])
+    padded_run_t = jnp.concatenate([jnp.zeros(taps - 1, jnp.int32), run_t])
+    output_t = input_t * weight[-1]
+    for back in range(1, taps):
+        start = taps - 1 - back
+        same_t = padded_run_t[start : start + length] == run_t
+        shifted_t = padded_t[start : start + length]
+        output_t += jnp.where(same_t[:, None], shifted_t, 0) * weight[-1 - back]
+    return output_t
+
+
+def l2_normalize(x: jax.Array, *, eps: float = 1e-6) -> jax.Array:
+    """x / sqrt(sum(x^2) + eps) over the last axis.
+
+    Args:
+      x: [..., d] float.
+      eps: added to the sum (not the mean) of squares.
+
+    Returns:
+      [..., d] float.
+
+    Source: the `qwen3_5` architecture.
+    """
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
+
+
+def gated_delta_step(
+    state: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """One token of the rule for any number of heads.
+
+    o = S'^T q + (k . q) d, which is the read of S after the write without reading it again.
+
+    Args:
+      state: [..., dk, dv] float, S before the token.
+      query: [..., dk] float.
+      key: [..., dk] float.
+      value: [..., dv] float.
+      log_decay: [...] float, g <= 0.
+      beta: [...] float in [0, 1]; with beta = 0 and g = 0 the state stays bit for bit.
+
+    Returns:
+      State after the token, [..., dk, dv], and output, [..., dv].
+
+    Source: Gated DeltaNet (arXiv 2412.06464), equation of the gated delta rule.
+    """
+    decayed = state * jnp.exp(log_decay)[..., None, None]
+    read_key = jnp.sum(decayed * key[..., None], axis=-2)
+    read_query = jnp.sum(decayed * query[..., None], axis=-2)
+    delta = beta[..., None] * (value - read_key)
+    overlap = jnp.sum(key * query, axis=-1, keepdims=True)
+    return decayed + key[..., None] * delta[..., None, :], read_query + overlap * delta
+
+
+def gated_delta_recurrent(
+    query_t: jax.Array,
+    key_t: jax.Array,
+    value_t: jax.Array,
+    log_decay_t: jax.Array,
+    beta_t: jax.Array,
+    reset_t: jax.Array,
+    *,
+    state: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The rule of one head token by token: the reference of the chunked form.
+
+    Args:
+      query_t: [T, dk] float, normalised and scaled.
+      key_t: [T, dk] float, normalised.
+      value_t: [T, dv] float.
+      log_decay_t: [T] float, g <= 0.
+      beta_t: [T] float in [0, 1].
+      reset_t: [T] bool, true where a segment begins and the state is dropped.
+      state: [dk, dv] float, the entering state; zeros if None.
+
+    Returns:
+      Outputs [T, dv] and the final state [dk, dv].
+
+    Source: Gated DeltaNet (arXiv 2412.06464).
+    """
+    if state is None:
+        state = jnp.zeros((key_t.shape[-1], value_t.shape[-1]), value_t.dtype)
+
+    def body(carry: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        query, key, value, log_decay, beta, reset = token
+        carry = jnp.where(reset, 0, carry)
+        return gated_delta_step(carry, query, key, value, log_decay, beta)
+
+    last, output_t = lax.scan(body, state, (query_t, key_t, value_t, log_decay_t, beta_t, reset_t))
+    return output_t, last
+
+
+def chunk_length(length: int, longest: int) -> int:
+    """Equal chunk length that covers `length` with the fewest chunks of at most `longest`.
+
+    n = ceil(length / longest), C = ceil(length / n): less than n tokens are padded, so a row a
+    little longer than a chunk does not cost two whole ones.
+
+    Args:
+      length: tokens of a row, > 0.
+      longest: upper bound of a chunk, > 0.
+
+    Returns:
+      The chunk length C.
+
+    Raises:
+      ValueError: for a length or bound that is not positive.
+
+    Source: our reading.
+    """
+    if length <= 0 or longest <= 0:
+        raise ValueError(f"chunk lengths are positive, got length {length}, longest {longest}")
+    chunks = -(-length // longest)
+    return -(-length // chunks)
+
+
+def gated_delta_chunked(
+    query_t: jax.Array,
+    key_t: jax.Array,
+    value_t: jax.Array,
+    log_decay_t: jax.Array,
+    beta_t: jax.Array,
+    reset_t: jax.Array,
+    *,
+    chunk: int,
+    solver: Literal["solve", "ladder"] = "solve",
+    state: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The rule of one head by chunks; equal to `gated_delta_recurrent` up to rounding.
+
+    With c_i = sum_{j<=i} g_j inside a chunk, D_ij = e^{c_i - c_j} for i >= j in one segment,
+    L = strictly lower part of beta_i (k_i . k_j) D_ij and entering state S:
+      (I + L) [U0 | W] = [beta V | beta e^c K],  U = U0 - W S,
+      O = e^c Q S + (Q K^T * D) U,  S_next = e^{c_C} S + (e^{c_C - c} K)^T U,
+    where a read of S needs no reset before the token, a write none after it, and S survives only
+    a chunk without reset. All but the chain of S is done for all chunks at once.
+
+    Args:
+      query_t: [T, dk] float, normalised and scaled.
+      key_t: [T, dk] float, normalised.
+      value_t: [T, dv] float.
+      log_decay_t: [T] float, g <= 0.
+      beta_t: [T] float in [0, 1].
+      reset_t: [T] bool, true where a segment begins and the state is dropped.
+      chunk: longest chunk; the row is cut into equal chunks of `chunk_length(T, chunk)`.
+      solver: "solve" by back substitution; "ladder" by doubling block inverses, products only.
+        Both are stable for similar keys, where a product of powers of L is not.
+      state: [dk, dv] float, the entering state; zeros if None.
+
+    Returns:
+      Outputs [T, dv] and the final state [dk, dv].
+
+    Source: Gated DeltaNet (arXiv 2412.06464), chunkwise form; re-derived.
+    """
+    chex.assert_rank([query_t, key_t, value_t], 2)
+    chex.assert_equal_shape([log_decay_t, beta_t, reset_t])
+    length = query_t.shape[0]
+    size = chunk_length(length, chunk)
+    count = -(-length // size)
+
+    def cut(x: jax.Array) -> jax.Array:
+        widths = [(0, count * size - length)] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, widths).reshape(count, size, *x.shape[1:])
+
+    query, key, value = cut(query_t), cut(key_t), cut(value_t)
+    beta = cut(beta_t)
+    decay = jnp.cumsum(cut(log_decay_t), axis=1)
+    run = jnp.cumsum(cut(reset_t).astype(jnp.int32), axis=1)
+
+    lower = jnp.tril(jnp.ones((size, size), bool))
+    visible = lower & (run[:, :, None] == run[:, None, :])
+    # The exponent is masked, not the exponential: above the diagonal it may overflow.
+    ratio = jnp.exp(jnp.where(visible, decay[:, :, None] - decay[:, None, :], -jnp.inf))
+    reads = jnp.where(run == 0, jnp.exp(decay), 0)
+    writes = jnp.where(run == run[:, -1:], jnp.exp(decay[:, -1:] - decay), 0)
+    keeps = reads[:, -1]
+
+    similar = jnp.einsum("nik,njk->nij", key, key, precision=_HIGHEST)
+    coupling = jnp.where(lower & ~jnp.eye(size, dtype=bool), beta[:, :, None] * similar * ratio, 0)
+    target = jnp.concatenate([beta[..., None] * value, (beta * reads)[..., None] * key], axis=-1)
+    solved = _solve_unit_lower(coupling, target, solver)
+    fresh, stale = solved[..., : value.shape[-1]], solved[..., value.shape[-1] :]
+    attend = jnp.einsum("nik,njk->nij", query, key, precision=_HIGHEST) * ratio
+    query_read = reads[..., None] * query
+    key_write = writes[..., None] * key
+
+    def body(carry: jax.Array, piece: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        fresh_i, stale_i, attend_i, query_i, key_i, keep_i = piece
+        update = fresh_i - jnp.dot(stale_i, carry, precision=_HIGHEST)
+        output = jnp.dot(query_i, carry, precision=_HIGHEST)
+        output += jnp.dot(attend_i, update, precision=_HIGHEST)
+        return keep_i * carry + jnp.dot(key_i.T, update, precision=_HIGHEST), output
+
+    if state is None:
+        state = jnp.zeros((key.shape[-1], value.shape[-1]), value.dtype)
+    last, output = lax.scan(
+        # A long row would otherwise keep every chunk's state for the backward pass.
+        jax.checkpoint(body) if count > _UNROLL else body,
+        state,
+        (fresh, stale, attend, query_read, key_write, keeps),
+        unroll=min(count, _UNROLL),
+    )
+    return output.reshape(count * size, -1)[:length], last
+
+
+def _solve_unit_lower(
+    coupling: jax.Array, target: jax.Array, solver: Literal["solve", "ladder"]
+) -> jax.Array:
+    """Solve (I + L) X = B for strictly lower L, [n, C, C], and B, [n, C, m]."""
+    if solver == "ladder":
+        return _ladder_solve(coupling, target)
+    return lax.linalg.triangular_solve(
+        coupling, target, left_side=True, lower=True, unit_diagonal=True
+    )
+
+
+def _ladder_inverse(coupling: jax.Array) -> jax.Array:
+    """(I + L)^-1 by X := X - X L_b X for b = 1, 2, 4, ...
+
+    L_b is L on the lower left b x b block of every diagonal block of 2b, and X, the inverse of
+    the diagonal blocks of b, becomes that of the blocks of 2b.
+    """
+    size = coupling.shape[-1]
+    index = jnp.arange(size)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=coupling.dtype), coupling.shape)
+    block = 1
+    while block < size:
+        row, column = index[:, None], index[None, :]
+        corner = (row // (2 * block) == column // (2 * block)) & (row // block > column // block)
+        step = jnp.where(corner, coupling, 0)
+        if block > 1:  # With b = 1 the inverse is still the identity.
+            step = jnp.matmul(step, inverse, precision=_HIGHEST)
+            step = jnp.matmul(inverse, step, precision=_HIGHEST)
+        inverse -= step
+        block *= 2
+    return inverse
+
+
+@jax.custom_vjp
+def _ladder_solve(coupling: jax.Array, target: jax.Array) -> jax.Array:
+    return jnp.matmul(_ladder_inverse(coupling), target, precision=_HIGHEST)
+
+
+def _ladder_solve_forward(
+    coupling: jax.Array, target: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    inverse = _ladder_inverse(coupling)
+    solution = jnp.matmul(inverse, target, precision=_HIGHEST)
+    return solution, (inverse, solution)
+
+
+def _ladder_solve_backward(
+    saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    # B' = (I + L)^-T X', L' = -B' X^T: two products, not the derivative of every rung.
+    inverse, solution = saved
+    to_target = jnp.einsum("nji,njm->nim", inverse, cotangent, precision=_HIGHEST)
+    to_coupling = -jnp.einsum("nim,njm->nij", to_target, solution, precision=_HIGHEST)
+    return to_coupling, to_target
+
+
+_ladder_solve.defvjp(_ladder_solve_forward, _ladder_solve_backward)
