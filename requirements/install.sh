@@ -12,7 +12,7 @@ usable() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null
 
 # The environment as it stands, if it still works: it breaks when its Python or the folder moves.
 python=
-if [ -x "$venv/bin/python" ] && usable "$venv/bin/python"; then
+if usable "$venv/bin/python" && "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
   python=$venv/bin/python
 else
   for candidate in ${PYTHON:-} python3 python3.13 python3.12 python3.11 python3.14; do
@@ -61,7 +61,10 @@ make_venv() {
 
 if [ "$python" != "$venv/bin/python" ]; then
   say "$("$python" --version) into $venv"
-  make_venv || stop "Python's venv module is incomplete; mend it with: sudo apt-get install python3-venv"
+  make_venv || {
+    rm -rf "$venv"
+    stop "Python's venv module is incomplete; mend it with: sudo apt-get install python3-venv"
+  }
 fi
 
 count=$(cat $files | grep -c '==')
@@ -73,5 +76,7 @@ for file in $files; do set -- "$@" -r "$file"; done
 if [ "$extra" = test ]; then shift; fi
 $pip "$@" || stop 'pip could not install; its message is above (is the network reachable?)'
 $pip --no-deps --no-build-isolation --editable . || stop 'pip could not install trsi-jax itself'
+# Proves that the command works, and compiles what it imports.
+"$venv/bin/trsi" --help >/dev/null || stop "$venv/bin/trsi does not start; its message is above"
 printf '%s' "$state" >"$stamp"
 say "done; the command is $venv/bin/trsi"

