@@ -100,7 +100,7 @@ class BaseStage(Section):
     rows: Count = 10
     length: Annotated[int, Field(ge=8)] = 64
     curriculum_steps: Annotated[int, Field(ge=0)] = 0
-    """First steps on demonstrations of one sub-goal."""
+    """First steps on demonstrations of one sub-goal, in whole blocks of 50."""
     learning_rate: Positive = 3e-3
     warmup_steps: Annotated[int, Field(ge=0)] = 60
     final_fraction: Unit = 0.1
@@ -125,7 +125,8 @@ class RsrStage(Section):
     runbooks_per_task: Count = 2
     epochs: Count
     learning_rate: Positive
-    observation_weight: Unit = 0.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 4
+    final_fraction: Unit = 0.1
 
 
 class RewardSection(Section):
@@ -313,8 +314,12 @@ def _allowed_keys(content: dict[str, Any], location: Sequence[str | int]) -> lis
     for part in location:
         node = node[part] if _has(node, part) else {}
         if isinstance(part, int):
-            kinds = {"base": BaseStage, "rsr": RsrStage, "rpr": RprStage}
-            model = kinds.get(node.get("kind"), BaseStage)
+            kinds: dict[str, type[BaseModel]] = {
+                "base": BaseStage,
+                "rsr": RsrStage,
+                "rpr": RprStage,
+            }
+            model = kinds[node.get("kind", "base")]
         elif part != "stages":
             annotation = model.model_fields[part].annotation
             if isinstance(annotation, type) and issubclass(annotation, BaseModel):

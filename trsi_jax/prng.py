@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 
 import jax
+import numpy as np
 
 
 def stream(seed: int, *path: str | int) -> jax.Array:
@@ -41,6 +42,11 @@ def integer(seed: int, *path: str | int) -> int:
     for part in path:
         value = zlib.crc32(_word(part).to_bytes(4, "little"), value)
     return value & 0x7FFFFFFF
+
+
+def generator(seed: int, *path: str | int) -> np.random.Generator:
+    """A NumPy generator of a purpose, for shuffles and packing on the host."""
+    return np.random.default_rng(integer(seed, *path))
 
 
 def _word(part: str | int) -> int:

@@ -281,6 +281,16 @@ def hidden_states(
     return hidden
 
 
+def head_kernel(config: ModelConfig, params: Params) -> jax.Array:
+    """The language-model head, [D, V]; the transposed embedding where the two are tied."""
+    kernel: jax.Array
+    if config.tie_embeddings:
+        kernel = params["embed"]["embedding"].T
+    else:
+        kernel = params["lm_head"]["kernel"]
+    return kernel
+
+
 def logits(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """Next-token logits, hidden @ head.
 
@@ -294,13 +304,9 @@ def logits(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
 
     Source: the `qwen3_5` architecture.
     """
-    if config.tie_embeddings:
-        kernel = params["embed"]["embedding"].T
-    else:
-        kernel = params["lm_head"]["kernel"]
     return jnp.dot(
         hidden.astype(config.compute_dtype),
-        kernel.astype(config.compute_dtype),
+        head_kernel(config, params).astype(config.compute_dtype),
         preferred_element_type=jnp.dtype(config.accum_dtype),
     )
 

@@ -37,6 +37,8 @@ class StageRecord:
       row: the line of the results table.
       seed: the run's seed.
       config_digest: digest of the resolved config.
+      actor_digest: digest of the actor's parameters that the stage left.
+      critic_digest: of the critic's; None before the first stage that trains one.
       funnel: name of a step of the rewrite -> how many came through, in order; empty for a stage
         that rewrites nothing.
       curves: name -> value by iteration of training; names may be grouped as "actor/loss".
@@ -52,6 +54,8 @@ class StageRecord:
     row: StageRow
     seed: int
     config_digest: str
+    actor_digest: str
+    critic_digest: str | None
     funnel: Mapping[str, int] = field(default_factory=dict)
     curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
     seconds_by_part: Mapping[str, float] = field(default_factory=dict)

@@ -1,0 +1,187 @@
+"""What every stage works with: pool, engine, sandboxes, store, compiled steps, clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout.chat import Chat
+from rollout.collect import Clock as CollectionClock
+from rollout.collect import EpisodeSpec, Progress, collect
+from rollout.harness import Limits
+from rollout.protocols import SandboxBackend, WeightSnapshot
+from rollout.records import Task, Trajectory
+from rollout.store.reader import SegmentReader
+from rollout.store.segments import SegmentWriter
+from rollout.tasks.verifier import verify
+from trsi_jax import model, prng
+from trsi_jax.config import Config
+from trsi_jax.engine import JaxEngine
+from trsi_jax.stages.observer import Observer
+from trsi_jax.steps import Steps
+
+WAVES_PER_SEGMENT = 4
+"""Collection waves that are committed together: what a kill can cost."""
+
+
+@dataclass
+class Clock:
+    """Wall seconds by part, for the table of where time goes. Parts do not overlap."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, part: str, seconds: float) -> None:
+        """Charge `seconds` to `part`."""
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+
+    @contextmanager
+    def charge(self, part: str) -> Iterator[None]:
+        """Charge the body's wall time to `part`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(part, time.perf_counter() - start)
+
+
+@dataclass(frozen=True)
+class Context:
+    """The parts of one run, made once by the machine and shared by its stages.
+
+    Attributes:
+      medians: family -> median number of effective checks, over the training pool.
+    """
+
+    config: Config
+    out: Path
+    model: model.ModelConfig
+    chat: Chat
+    train_tasks: Sequence[Task]
+    evaluation_tasks: Sequence[Task]
+    medians: Mapping[str, float]
+    engine: JaxEngine
+    backend: SandboxBackend
+    reader: SegmentReader
+    writer: SegmentWriter
+    steps: Steps
+    observer: Observer
+    runner: asyncio.Runner
+    clock: Clock
+
+    def checkpoints(self, stage: str) -> Path:
+        """Folder of a stage's checkpoints."""
+        return self.out / "checkpoints" / stage
+
+    def draw_tasks(self, n: int, *path: str | int) -> list[Task]:
+        """`n` different training tasks, in an order that the run's seed and `path` decide."""
+        order = prng.generator(self.config.seed, "tasks", *path).permutation(len(self.train_tasks))
+        return [self.train_tasks[i] for i in order[:n]]
+
+    def serve(self, version: int, params: Any) -> None:
+        """Give the engine new weights; the only place where weights reach it."""
+        self.runner.run(self.engine.update_weights(WeightSnapshot(version, params=params)))
+
+    def collect(
+        self, segment: str, specs: Sequence[EpisodeSpec], *, label: str
+    ) -> list[Trajectory]:
+        """Run episodes in the sandboxes and commit them, or read what is committed already.
+
+        An episode is a function of its spec, the seed and the weights alone, so a run that was
+        killed and goes on reads what an uninterrupted one would have sampled.
+        """
+        size = self.config.engine.sessions * WAVES_PER_SEGMENT
+        trajectories: list[Trajectory] = []
+        with self.observer.part(label, len(specs)) as part:
+            for start in range(0, len(specs), size):
+                chunk = specs[start : start + size]
+                name = f"{segment}.{start // size:03d}"
+                if self.reader.has(name):
+                    trajectories += self.reader.read(name)
+                    part.advance(len(chunk), success=success_rate(trajectories))
+                    continue
+                finished: list[Trajectory] = []
+
+                def progress(
+                    done: int, total: int, trajectory: Trajectory, seen: list[Trajectory] = finished
+                ) -> None:
+                    seen.append(trajectory)
+                    part.advance(1, success=success_rate(seen))
+
+                batch = self._collect(chunk, progress)
+                with self.clock.charge("store"):
+                    self.writer.write(name, batch)
+                trajectories += batch
+        return trajectories
+
+    def annotate(
+        self, segment: str, column: str, of_trajectory: Mapping[str, npt.NDArray[np.float32]]
+    ) -> None:
+        """Write a per-token column beside a collection; zeros where a trajectory has none."""
+        for name in self.reader.segments():
+            if name.rpartition(".")[0] != segment or column in self.reader.columns(name):
+                continue
+            header = self.reader.header(name)
+            arrays = [
+                of_trajectory.get(i, np.zeros(n, np.float32))
+                for i, n in zip(header.ids, header.lengths, strict=True)
+            ]
+            self.writer.write_columns(name, column, arrays)
+
+    def limits(self) -> Limits:
+        """Limits of every episode."""
+        config = self.config
+        return Limits(
+            turns=config.harness.max_turns,
+            turn_tokens=config.harness.max_new_tokens,
+            context=config.engine.context,
+            command_s=config.sandbox.command_timeout,
+        )
+
+    @contextmanager
+    def charge_collection(self) -> Iterator[CollectionClock]:
+        """Charge the wall time of the body, a collection, to what it was doing."""
+        clock = CollectionClock()
+        start = time.perf_counter()
+        yield clock
+        wall = time.perf_counter() - start
+        self.clock.add("sampling", clock.generate)
+        self.clock.add("sandbox", clock.sandbox)
+        self.clock.add("verification", clock.verify)
+        self.clock.add("harness", wall - clock.generate - clock.sandbox - clock.verify)
+
+    def _collect(self, specs: Sequence[EpisodeSpec], progress: Progress) -> list[Trajectory]:
+        with self.charge_collection() as clock:
+            return self.runner.run(
+                collect(
+                    specs,
+                    engine=self.engine,
+                    backend=self.backend,
+                    chat=self.chat,
+                    verify=verify,
+                    run_seed=self.config.seed,
+                    limits=self.limits(),
+                    wave=self.config.engine.sessions,
+                    max_starts=self.config.sandbox.starts,
+                    progress=progress,
+                    clock=clock,
+                )
+            )
+
+
+def graded(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Trajectories with a verdict: a fault masks an episode everywhere."""
+    return [t for t in trajectories if t.verdict is not None]
+
+
+def success_rate(trajectories: Sequence[Trajectory]) -> float:
+    """Share of strict successes among the graded trajectories; 0 if there are none."""
+    verdicts = [t.verdict for t in trajectories if t.verdict is not None]
+    return sum(v.strict_success for v in verdicts) / len(verdicts) if verdicts else 0.0

@@ -1,0 +1,298 @@
+"""RPR, recursive policy-refine: critic handover, critic-only rounds, then PPO of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from rollout.collect import EpisodeSpec
+from rollout.records import Trajectory
+from trsi_jax import advantages, batch, checkpoint, losses, model, prng, rewards, state
+from trsi_jax.config import RewardSection, RprStage
+from trsi_jax.stages.context import Context, graded, success_rate
+
+Array = npt.NDArray[np.float32]
+
+CURVES = (
+    *("train/success", "train/reward", "critic/explained_variance", "critic/loss"),
+    *("actor/entropy", "actor/approx_kl", "actor/clip_fraction"),
+)
+
+
+@dataclass(frozen=True)
+class RprResult:
+    """The new actor-critic pair and its curves by iteration.
+
+    Attributes:
+      explained_variance: of the critic on the fresh batches of the joint iterations, before it
+        was trained on them.
+    """
+
+    actor: Any
+    critic: Any
+    explained_variance: float
+    curves: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Graded episodes with the numbers that training needs, all token-aligned [T] lists."""
+
+    trajectories: Sequence[Trajectory]
+    reward: list[float]
+    reward_t: list[Array]
+    value_t: list[Array]
+    advantage_t: list[Array]
+    return_t: list[Array]
+
+    def examples(self) -> list[batch.Example]:
+        """Sequences with their columns, for packing."""
+        columns = zip(self.value_t, self.advantage_t, self.return_t, strict=True)
+        return [
+            batch.trajectory_example(
+                trajectory, {"value_t": value, "advantage_t": advantage, "return_t": target}
+            )
+            for trajectory, (value, advantage, target) in zip(
+                self.trajectories, columns, strict=True
+            )
+        ]
+
+
+def run(
+    context: Context, stage: RprStage, actor: Any, critic: Any | None, version: int
+) -> RprResult:
+    """One RPR stage.
+
+    Args:
+      context: the run.
+      stage: its settings.
+      actor: parameters of the stage before.
+      critic: parameters of the previous RPR's critic; None if there is none.
+      version: weight version of `actor`; each joint iteration makes the next one.
+
+    Returns:
+      The pair after the last iteration.
+    """
+    if critic is None or stage.critic == "fresh":
+        critic = model.init_value_params(context.model, actor)
+    optimizer = context.steps.optimizer
+    folder = context.checkpoints(f"{stage.name}.partial")
+    done = checkpoint.latest(folder)
+    saved: dict[str, Any] = {
+        "actor": state.create(jax.tree.map(jnp.copy, actor), optimizer),
+        "critic": state.create(jax.tree.map(jnp.copy, critic), optimizer),
+        "curves": np.zeros((len(CURVES), stage.iterations), np.float32),
+        "warm_up": np.zeros(stage.warm_up_rounds, np.float32),
+    }
+    if done is not None:
+        saved = checkpoint.restore(folder, done, saved)
+    else:
+        context.serve(version, actor)
+        saved["critic"], saved["warm_up"] = _warm_up(context, stage, saved["critic"])
+    actor_state, critic_state = saved["actor"], saved["critic"]
+    curves = np.array(saved["curves"])
+    for iteration in range(done or 0, stage.iterations):
+        context.serve(version + iteration, actor_state.params)
+        trajectories = _rollouts(context, stage, iteration, f"iteration-{iteration:03d}")
+        actor_state, critic_state, curves[:, iteration] = _iterate(
+            context, stage, iteration, actor_state, critic_state, trajectories
+        )
+        n = iteration + 1
+        if n % context.config.checkpoint_every == 0 and n < stage.iterations:
+            saved |= {"actor": actor_state, "critic": critic_state, "curves": curves}
+            with context.clock.charge("checkpoint"):
+                checkpoint.save(folder, n, saved)
+    named = {name: [float(x) for x in row] for name, row in zip(CURVES, curves, strict=True)}
+    explained = float(np.mean(named["critic/explained_variance"]))
+    named["warm-up/explained_variance"] = [float(x) for x in saved["warm_up"]]
+    return RprResult(actor_state.params, critic_state.params, explained, named)
+
+
+def _rollouts(context: Context, stage: RprStage, iteration: int, name: str) -> list[Trajectory]:
+    """`samples` attempts at each of the iteration's tasks under the general harness."""
+    tasks = context.draw_tasks(stage.tasks_per_iteration, stage.name, name)
+    specs = [
+        EpisodeSpec(task, "general", sample, f"{stage.name}.{name}", iteration, stage.temperature)
+        for task in tasks
+        for sample in range(stage.samples)
+    ]
+    return graded(context.collect(f"{stage.name}/{name}", specs, label=name))
+
+
+def _annotate(context: Context, segment: str, data: Batch) -> None:
+    """Write what training saw beside the stored trajectories, for people and later studies."""
+    ids = [t.id for t in data.trajectories]
+    with context.clock.charge("store"):
+        for name in ("reward_t", "value_t", "advantage_t", "return_t"):
+            context.annotate(segment, name, dict(zip(ids, getattr(data, name), strict=True)))
+
+
+def reward_of(
+    trajectory: Trajectory, medians: Mapping[str, float], section: RewardSection
+) -> float:
+    """Terminal reward of a graded trajectory under the configured scheme."""
+    verdict = trajectory.verdict
+    if verdict is None:
+        raise ValueError(f"trajectory {trajectory.id} is masked and has no reward")
+    if section.kind == "strict":
+        return float(verdict.strict_success)
+    if section.kind == "fdr":
+        return rewards.verdict_fdr(verdict, trajectory.family, medians)
+    return rewards.verdict_spr(
+        verdict,
+        trajectory.family,
+        medians,
+        success_reward=section.success,
+        beta=section.beta,
+        cap=section.cap,
+    )
+
+
+def _warm_up(
+    context: Context, stage: RprStage, critic: state.TrainState
+) -> tuple[state.TrainState, Array]:
+    """Critic-only rounds on rollouts of the frozen actor, towards returns with lam = 1.
+
+    Returns:
+      The critic, and its explained variance on the rollouts before each round.
+    """
+    explained = np.zeros(stage.warm_up_rounds, np.float32)
+    if stage.warm_up_rounds == 0:
+        return critic, explained
+    trajectories: list[Trajectory] = []
+    for i in range(stage.warm_up_batches):
+        trajectories += _rollouts(context, stage, i, f"warm-up-{i}")
+    with (
+        context.observer.part("critic warm-up", stage.warm_up_rounds) as part,
+        context.clock.charge("training"),
+    ):
+        for k in range(stage.warm_up_rounds):
+            data = _score(context, stage, trajectories, critic.params, lam=1.0)
+            explained[k] = _explained_variance(data)
+            seed = prng.integer(context.config.seed, stage.name, "warm-up", k)
+            for rows in _pack(context, data, seed, minibatches=1):
+                critic, metrics = context.steps.critic(critic, rows, stage.critic_learning_rate)
+            part.advance(1, loss=float(metrics["loss"]), explained_variance=float(explained[k]))
+    return critic, explained
+
+
+def _iterate(
+    context: Context,
+    stage: RprStage,
+    iteration: int,
+    actor: state.TrainState,
+    critic: state.TrainState,
+    trajectories: Sequence[Trajectory],
+) -> tuple[state.TrainState, state.TrainState, Array]:
+    """PPO on one batch of rollouts; returns both states and the iteration's point of `CURVES`."""
+    data = _score(context, stage, trajectories, critic.params, lam=stage.lam)
+    _annotate(context, f"{stage.name}/iteration-{iteration:03d}", data)
+    explained = _explained_variance(data)
+    sums: dict[str, list[jax.Array]] = {}
+    with context.clock.charge("training"):
+        for epoch in range(stage.epochs):
+            seed = prng.integer(context.config.seed, stage.name, "minibatch", iteration, epoch)
+            for rows in _pack(context, data, seed, minibatches=stage.minibatches):
+                actor, of_actor = context.steps.actor(
+                    actor,
+                    rows,
+                    stage.actor_learning_rate,
+                    clip=stage.clip,
+                    temperature=stage.temperature,
+                )
+                critic, of_critic = context.steps.critic(critic, rows, stage.critic_learning_rate)
+                for name, value in of_actor.items():
+                    sums.setdefault(f"actor/{name}", []).append(value)
+                for name, value in of_critic.items():
+                    sums.setdefault(f"critic/{name}", []).append(value)
+        means = {name: float(np.mean(jax.device_get(values))) for name, values in sums.items()}
+    means |= {
+        "train/success": success_rate(trajectories),
+        "train/reward": float(np.mean(data.reward)),
+        "critic/explained_variance": explained,
+    }
+    return actor, critic, np.array([means[name] for name in CURVES], np.float32)
+
+
+def _score(
+    context: Context,
+    stage: RprStage,
+    trajectories: Sequence[Trajectory],
+    critic: Any,
+    *,
+    lam: float,
+) -> Batch:
+    """Rewards, values, advantages (whitened over the batch) and returns of graded episodes."""
+    # An episode whose prompt filled the context sampled nothing: nothing of it can be trained.
+    trajectories = [t for t in trajectories if t.acted_t.any()]
+    reward = [reward_of(t, context.medians, stage.reward) for t in trajectories]
+    reward_t = [batch.token_rewards(t, r) for t, r in zip(trajectories, reward, strict=True)]
+    packing = context.config.packing
+    packed = batch.pack(
+        [batch.trajectory_example(t) for t in trajectories],
+        rows=packing.rows,
+        length=packing.length,
+        seed=0,
+    )
+    with context.clock.charge("training"):
+        value_t = packed.gather([context.steps.values(critic, rows) for rows in packed.batches])
+    # A whole number of waves wide, so that a masked episode does not change the shape.
+    wave = context.config.engine.sessions
+    tokens, index = batch.action_tokens(
+        [t.acted_t for t in trajectories],
+        [t.turn_t for t in trajectories],
+        {"reward": reward_t, "value": value_t},
+        length=context.config.engine.context,
+        width=-(-len(trajectories) // wave) * wave,
+    )
+    advantage, target = _estimate(tokens, estimator=stage.estimator, gamma=stage.gamma, lam=lam)
+    return Batch(
+        trajectories=trajectories,
+        reward=reward,
+        reward_t=reward_t,
+        value_t=value_t,
+        advantage_t=index.scatter(advantage),
+        return_t=index.scatter(target),
+    )
+
+
+@partial(jax.jit, static_argnames=("estimator", "gamma", "lam"))
+def _estimate(
+    tokens: batch.ActionTokens, *, estimator: str, gamma: float, lam: float
+) -> tuple[jax.Array, jax.Array]:
+    """Whitened advantages and returns of action tokens [Ta, N]."""
+    one = advantages.bind(estimator, gamma=gamma, lam=lam)
+    advantage, target = jax.vmap(one, in_axes=1, out_axes=1)(
+        tokens.columns["reward"], tokens.columns["value"], tokens.acted_t, tokens.turn_t
+    )
+    return advantages.whiten(advantage, tokens.acted_t), target
+
+
+def _explained_variance(data: Batch) -> float:
+    """EV of the values against the undiscounted return, over the batch's action tokens."""
+    acted = np.concatenate([t.acted_t for t in data.trajectories])
+    # The reward is terminal, so the undiscounted return of every token is the reward.
+    outcome = np.concatenate(
+        [np.full(t.shape, r, np.float32) for t, r in zip(data.reward_t, data.reward, strict=True)]
+    )
+    value = np.concatenate(data.value_t)
+    return float(losses.explained_variance(*(jnp.asarray(x) for x in (value, outcome, acted))))
+
+
+def _pack(
+    context: Context, data: Batch, seed: int, *, minibatches: int
+) -> tuple[batch.PackedBatch, ...]:
+    """Packed rows of a batch, in at least `minibatches` equal shapes."""
+    packing = context.config.packing
+    pack = partial(batch.pack, data.examples(), rows=packing.rows, length=packing.length, seed=seed)
+    packed = pack()
+    return (
+        packed.batches if len(packed.batches) >= minibatches else pack(batches=minibatches).batches
+    )
