@@ -19,6 +19,7 @@ import pytest
 from rollout.errors import (
     LimitUnsupported,
     SandboxDead,
+    SandboxPoisoned,
     SandboxUnavailable,
     TransferError,
     UserError,
@@ -251,10 +252,12 @@ def test_background_jobs_do_not_hold_a_command_and_die_with_the_sandbox(sandboxe
 
 def test_a_fork_bomb_is_contained(sandboxed):
     async def check(sandbox):
-        await sandbox.exec(":(){ :|:& };:", timeout_s=1.0)
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(SandboxPoisoned):
+            await sandbox.exec(":(){ :|:& };:", timeout_s=1.0)
             await sandbox.exec("true", timeout_s=1.0)
-        assert len(_host_children(sandbox)) <= 64 + 2
+        # At most 64 and the shell at any moment; a listing that takes time also sees some that
+        # died and some that replaced them.
+        assert len(_host_children(sandbox)) <= 2 * 65
         started = time.monotonic()
         await sandbox.close()
         assert time.monotonic() - started < 2.0
@@ -264,8 +267,6 @@ def test_a_fork_bomb_is_contained(sandboxed):
 
 def test_a_cancelled_command_poisons_the_sandbox(sandboxed):
     async def check(sandbox):
-        from rollout.errors import SandboxPoisoned
-
         task = asyncio.ensure_future(sandbox.exec("sleep 99", timeout_s=99.0))
         await asyncio.sleep(0.05)
         task.cancel()

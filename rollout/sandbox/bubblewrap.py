@@ -52,6 +52,7 @@ STOP_GRACE_S = 0.25
 RESET_TIMEOUT_S = 2.0
 UNREADY_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 10.0
+LAUNCHER_EXIT_S = 8.0
 FIRST_UID = 65_000
 LAST_UID = 65_499
 DEVICES = ("null", "zero", "urandom")
@@ -149,7 +150,6 @@ class BubblewrapSandbox:
         self._output, self._output_inside = os.pipe()
         os.set_blocking(self._output, False)
         self._command = os.memfd_create("command")
-        self._banner = b""
         self._starter: int | None = None
         self._init: int | None = None
         self._init_fd: int | None = None
@@ -260,27 +260,18 @@ class BubblewrapSandbox:
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
                 sender = CREDENTIALS.unpack(content[: CREDENTIALS.size])[0]
-        if self._init is None:
-            self._on_banner(data, sender)
-            return
         for line in data.splitlines():
             self._on_report(line, sender)
 
-    def _on_banner(self, data: bytes, sender: int) -> None:
-        """The launcher's and bubblewrap's own reports, before anything runs inside."""
-        if sender == self._backend.pid:
-            self._starter = int(data[2:])
-            return
-        self._banner += data
-        match = re.search(rb'"child-pid": (\d+)\D', self._banner)
-        if match:
-            self._starter, self._init = sender, int(match[1])
-
     def _on_report(self, line: bytes, sender: int) -> None:
-        match = re.fullmatch(rb"([nrsx])(?: (\d{1,10}))?", line)
+        match = re.fullmatch(rb"([pnrsx])(?: (\d{1,10}))?", line)
         if match is None:
             return
         kind, value = match[1].decode(), int(match[2] or 0)
+        if kind == "n" and self._init is None:
+            # The first report from inside. Nothing but process 1 can have sent it: no command,
+            # and no shell, was there before it.
+            self._init = sender
         if sender == self._init and kind == "n":
             self._announced = value
             self._meet()
@@ -290,6 +281,8 @@ class BubblewrapSandbox:
         elif kind == "r" and not self._ready:
             self._candidate = sender
             self._meet()
+        elif kind == "p" and sender == self._backend.pid:
+            self._starter = value
         elif kind == "s" and sender == self._shell:
             self._settle((kind, value))
 
@@ -646,13 +639,16 @@ class BubblewrapBackend:
             self._uids = [uid for uid in range(FIRST_UID, LAST_UID + 1) if uid not in taken]
 
     def _dispose(self) -> None:
-        """Undo `_open`. Ending the launcher ends every sandbox that it started."""
+        """Undo `_open`. The launcher ends with its socket, after every sandbox that it started."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
         if self._launcher is not None:
-            self._launcher.kill()
-            self._launcher.wait()
+            try:
+                self._launcher.wait(LAUNCHER_EXIT_S)
+            except subprocess.TimeoutExpired:
+                self._launcher.kill()
+                self._launcher.wait()
             self._launcher = None
         if self._groups is not None:
             self._groups.remove()
@@ -707,7 +703,7 @@ class BubblewrapBackend:
             "1000",
         ]
         argv += ["--die-with-parent", "--as-pid-1", "--new-session", "--cap-drop", "ALL"]
-        argv += ["--hostname", "sandbox", "--clearenv", "--info-fd", "5"]
+        argv += ["--hostname", "sandbox", "--clearenv"]
         for name, value in {**BASE_ENV, **spec.env}.items():
             argv += ["--setenv", name, value]
         argv += ["--ro-bind", str(self._home / "root"), "/"]

@@ -7,10 +7,9 @@ Descriptors inside:
      kernel stamps every report with its sender's process id, so a child cannot forge one;
   4  an anonymous file that the host fills with the text of the next command.
 
-Reports are lines: `p PID` (the launcher: bubblewrap's process), bubblewrap's own JSON, `n PID`
-(process 1: a shell with that inner id was started), `r` (shell: ready), `s CODE` (shell: a command
-ended) and `x CODE` (process 1: the shell ended). An order is one empty line: run what is in the
-file.
+Reports are lines: `p PID` (the launcher: bubblewrap's process), `n PID` (process 1: a shell with
+that inner id was started), `r` (shell: ready), `s CODE` (shell: a command ended) and `x CODE`
+(process 1: the shell ended). An order is one empty line: run what is in the file.
 
 Process 1 replaces a shell that ends, kills every other process on SIGUSR1, and exits when the host
 is gone: then reading an order fails in the shell, and reporting that fails in process 1.

@@ -29,6 +29,8 @@ from types import FrameType
 from typing import Any
 
 MAX_REQUEST = 1 << 20
+START_S = 3.0
+END_TIMEOUT_S = 6.0
 
 
 class Launcher:
@@ -40,7 +42,7 @@ class Launcher:
         # Above the fixed numbers, as the descriptors that arrive are made to be: a start puts
         # them in place one after the other.
         self._null = fcntl.fcntl(os.open(os.devnull, os.O_RDONLY), fcntl.F_DUPFD_CLOEXEC, 16)
-        self._alive: set[int] = set()
+        self._alive: dict[int, float] = {}
         self._deadlines: list[tuple[float, int]] = []
 
     def serve(self) -> None:
@@ -50,6 +52,7 @@ class Launcher:
         while True:
             message, fds, _, _ = socket.recv_fds(self._host, MAX_REQUEST, 3)
             if not message:
+                self._end_all()
                 return
             low, fds = fds, [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 16) for fd in fds]
             for fd in low:
@@ -70,7 +73,7 @@ class Launcher:
                 pid = self._fork(request, fds)
             else:
                 pid = self._spawn(request, fds)
-            self._alive.add(pid)
+            self._alive[pid] = time.monotonic()
             heapq.heappush(self._deadlines, (time.monotonic() + request["lifetime_s"], pid))
             self._set_alarm()
         finally:
@@ -81,7 +84,7 @@ class Launcher:
     def _places(self, fds: list[int]) -> tuple[int, ...]:
         """What descriptors 0, 1 and on are to be."""
         control, output, command = fds
-        return (self._null, output, output, control, command, control)
+        return (self._null, output, output, control, command)
 
     def _fork(self, request: dict[str, Any], fds: list[int]) -> int:
         """Start bubblewrap by a child that moves itself into its control groups."""
@@ -133,7 +136,7 @@ class Launcher:
     def _on_child(self, _signum: int, _frame: FrameType | None) -> None:
         with suppress(ChildProcessError):
             while pid := os.waitpid(-1, os.WNOHANG)[0]:
-                self._alive.discard(pid)
+                self._alive.pop(pid, None)
 
     def _on_alarm(self, _signum: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -142,6 +145,20 @@ class Launcher:
             if pid in self._alive:
                 os.kill(pid, signal.SIGKILL)
         self._set_alarm()
+
+    def _end_all(self) -> None:
+        """End every sandbox, but not in the middle of a start.
+
+        bubblewrap's inner process asks for its death with the outer one late; killed before, the
+        outer one leaves an orphan. A start that finishes finds its socket closed, and ends.
+        """
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while self._alive and (now := time.monotonic()) < deadline:
+            for pid, started in list(self._alive.items()):
+                if now - started > START_S:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            time.sleep(0.005)
 
     def _set_alarm(self) -> None:
         while self._deadlines and self._deadlines[0][1] not in self._alive:
