@@ -65,14 +65,15 @@ def attend(
     Source: Attention Is All You Need (arXiv 1706.03762), GQA (arXiv 2305.13245).
     """
     length, heads, dim = query.shape
-    kv_heads = key.shape[1]
-    grouped = query.reshape(length, kv_heads, heads // kv_heads, dim)
-    score = jnp.einsum(
-        "tgrd,sgd->grts", grouped, key, preferred_element_type=jnp.dtype(accum_dtype)
-    )
-    score = jnp.where(visible, score * dim**-0.5, -jnp.inf)
-    weight = jax.nn.softmax(score, axis=-1).astype(value.dtype)
-    return jnp.einsum("grts,sgd->tgrd", weight, value).reshape(length, heads, dim)
+    groups = key.shape[1]
+    # Heads first and a group's queries in one matrix: both products are then plain batched ones.
+    query = jnp.moveaxis(query, 1, 0).reshape(groups, -1, dim)
+    key, value = jnp.moveaxis(key, 1, 0), jnp.moveaxis(value, 1, 0)
+    score = jnp.einsum("gmd,gsd->gms", query, key, preferred_element_type=jnp.dtype(accum_dtype))
+    score = score.reshape(heads, length, -1) * dim**-0.5
+    weight = jax.nn.softmax(jnp.where(visible, score, -jnp.inf), axis=-1).astype(value.dtype)
+    mixed = jnp.einsum("gms,gsd->gmd", weight.reshape(groups, heads // groups * length, -1), value)
+    return jnp.moveaxis(mixed.reshape(heads, length, dim), 0, 1)
 
 
 class Attention(nnx.Module):  # type: ignore[misc]

@@ -35,15 +35,15 @@ class Cache:
     Attributes:
       key: [G, B, S, Hkv, d] rotated keys of the attention layers.
       value: [G, B, S, Hkv, d].
-      conv: [G, L, B, K-1, C] last inputs of the short convolutions.
-      state: [G, L, B, Hv, dk, dv] recurrent states, in the accumulation dtype.
+      conv: a [G, B, K-1, C] for each linear layer of a group, its last convolution inputs.
+      state: likewise [G, B, Hv, dk, dv], the recurrent states in the accumulation dtype.
       length: [B] int32, tokens read so far.
     """
 
     key: jax.Array
     value: jax.Array
-    conv: jax.Array
-    state: jax.Array
+    conv: tuple[jax.Array, ...]
+    state: tuple[jax.Array, ...]
     length: jax.Array
 
 
@@ -109,15 +109,15 @@ def init_cache(config: ModelConfig, rows: int, context: int) -> Cache:
         raise ValueError(
             f"context {context} is outside 1..{config.max_position}, the positions of {config.name}"
         )
-    groups, linear = config.num_groups, config.linear_per_group
+    groups, linear = config.num_groups, range(config.linear_per_group)
     attention = (groups, rows, context, config.num_kv_heads, config.head_dim)
-    conv = (groups, linear, rows, config.conv_width - 1, config.gdn_channels)
-    heads = (config.gdn_value_heads, config.gdn_key_dim, config.gdn_value_dim)
+    conv = (groups, rows, config.conv_width - 1, config.gdn_channels)
+    state = (groups, rows, config.gdn_value_heads, config.gdn_key_dim, config.gdn_value_dim)
     return Cache(
         key=jnp.zeros(attention, config.compute_dtype),
         value=jnp.zeros(attention, config.compute_dtype),
-        conv=jnp.zeros(conv, config.compute_dtype),
-        state=jnp.zeros((groups, linear, rows, *heads), config.accum_dtype),
+        conv=tuple(jnp.zeros(conv, config.compute_dtype) for _ in linear),
+        state=tuple(jnp.zeros(state, config.accum_dtype) for _ in linear),
         length=jnp.zeros((rows,), jnp.int32),
     )
 
@@ -141,8 +141,8 @@ def clear_slots(cache: Cache, slots: jax.Array) -> Cache:
     # Stale keys and values lie behind the length and are never visible.
     return replace(
         cache,
-        conv=zero(cache.conv, 2),
-        state=zero(cache.state, 2),
+        conv=tuple(zero(leaf, 1) for leaf in cache.conv),
+        state=tuple(zero(leaf, 1) for leaf in cache.state),
         length=zero(cache.length, 0),
     )
 
@@ -169,29 +169,26 @@ def decode_step(
     visible = jnp.arange(cache.key.shape[2])[None, :] <= position[:, None]
     repeat = config.gdn_value_heads // config.gdn_key_heads if config.uses_gdn else 1
 
-    def linear_layer(x: jax.Array, cache: Cache, layer: Params, at: Any) -> tuple[jax.Array, Cache]:
+    def linear_layer(
+        x: jax.Array, tail: jax.Array, state: jax.Array, layer: Params
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         block = bind(GatedDeltaLayer, config, layer)
         mixer = block.mixer
         inputs, z, a, b = mixer.project(block.input_norm(x))
-        tail = cache.conv[at]
         window = jnp.concatenate([tail, inputs[:, None]], axis=1)
         query, key, value = mixer.heads(jnp.sum(window * mixer.conv_weight(), axis=1))
         log_decay, beta = mixer.gates(a, b)
         state, output = gated_delta_step(
-            cache.state[at],
+            state,
             jnp.repeat(query, repeat, axis=-2),
             jnp.repeat(key, repeat, axis=-2),
             value,
             jnp.where(active[:, None], log_decay, 0),
             jnp.where(active[:, None], beta, 0),
         )
-        cache = replace(
-            cache,
-            conv=cache.conv.at[at].set(jnp.where(active[:, None, None], window[:, 1:], tail)),
-            state=cache.state.at[at].set(state),
-        )
         x = x + mixer.finish(output, z)
-        return x + block.mlp(block.post_norm(x)), cache
+        tail = jnp.where(active[:, None, None], window[:, 1:], tail)
+        return x + block.mlp(block.post_norm(x)), tail, state
 
     def attention_layer(
         x: jax.Array, cache: Cache, layer: Params, group: Any
@@ -214,9 +211,13 @@ def decode_step(
         carry: tuple[jax.Array, Cache], scanned: tuple[Any, Params]
     ) -> tuple[tuple[jax.Array, Cache], None]:
         (x, cache), (index, layers) = carry, scanned
+        conv, state = list(cache.conv), list(cache.state)
         for inner in range(config.linear_per_group):
             layer = jax.tree.map(lambda leaf, i=inner: leaf[i], layers["gdn"])
-            x, cache = linear_layer(x, cache, layer, (index, inner))
+            x, tail, after = linear_layer(x, conv[inner][index], state[inner][index], layer)
+            conv[inner] = conv[inner].at[index].set(tail)
+            state[inner] = state[inner].at[index].set(after)
+        cache = replace(cache, conv=tuple(conv), state=tuple(state))
         return attention_layer(x, cache, layers["attention"], index), None
 
     x = bind(Embedding, config, params["embed"])(token_ids)

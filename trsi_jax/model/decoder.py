@@ -7,7 +7,7 @@ one leading axis for the groups and a second for the gated-delta-net layers of a
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import chex
@@ -119,20 +119,26 @@ class GatedDeltaNet(nnx.Module):  # type: ignore[misc]
         log_decay = jnp.where(real[..., None], log_decay, 0)
         beta = jnp.where(real[..., None], beta, 0)
 
-        def one_head(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> jax.Array:
-            return gated_delta_chunked(
-                q, k, v, *rest, chunk=config.gdn_chunk, solver=config.gdn_solver
-            )[0]
-
-        def grouped(y: jax.Array) -> jax.Array:
-            return y.reshape(*y.shape[:2], config.gdn_key_heads, -1, *y.shape[3:])
-
-        shared = jax.vmap(one_head, in_axes=(None, None, 1, 1, 1, None), out_axes=1)
-        all_heads = jax.vmap(shared, in_axes=(1, 1, 1, 1, 1, None), out_axes=1)
-        output = jax.vmap(all_heads)(
-            query, key, grouped(value), grouped(log_decay), grouped(beta), reset
+        repeat = config.gdn_value_heads // config.gdn_key_heads
+        rule = partial(gated_delta_chunked, chunk=config.gdn_chunk, solver=config.gdn_solver)
+        # Heads of all rows form one batch axis: nested ones compile far slower.
+        output, _ = jax.vmap(rule)(
+            _by_head(jnp.repeat(query, repeat, axis=2)),
+            _by_head(jnp.repeat(key, repeat, axis=2)),
+            _by_head(value),
+            _by_head(log_decay),
+            _by_head(beta),
+            jnp.repeat(reset, config.gdn_value_heads, axis=0),
         )
-        return self.finish(output.reshape(value.shape), z)
+        batch, length, heads, dim = value.shape
+        output = jnp.moveaxis(output.reshape(batch, heads, length, dim), 1, 2)
+        return self.finish(output, z)
+
+
+def _by_head(x: jax.Array) -> jax.Array:
+    """[B, T, H, ...] -> [B * H, T, ...]."""
+    batch, length, heads = x.shape[:3]
+    return jnp.moveaxis(x, 2, 1).reshape(batch * heads, length, *x.shape[3:])
 
 
 def _init_conv(
@@ -265,10 +271,12 @@ def hidden_states(
     chex.assert_equal_shape([token_ids, segment_ids, position_ids])
     x = bind(Embedding, config, params["embed"])(token_ids)
 
+    def linear(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
+        return bind(GatedDeltaLayer, config, layer)(x, segment_ids), None
+
     def group(x: jax.Array, layers: Params) -> tuple[jax.Array, None]:
-        for index in range(config.linear_per_group):
-            layer = jax.tree.map(lambda leaf, i=index: leaf[i], layers["gdn"])
-            x = bind(GatedDeltaLayer, config, layer)(x, segment_ids)
+        if config.uses_gdn:
+            x, _ = jax.lax.scan(linear, x, layers["gdn"])
         layer = bind(AttentionLayer, config, layers["attention"])
         return layer(x, segment_ids, position_ids), None
 

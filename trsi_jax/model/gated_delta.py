@@ -114,12 +114,14 @@ def gated_delta_step(
 
     Source: Gated DeltaNet (arXiv 2412.06464), equation of the gated delta rule.
     """
-    decayed = state * jnp.exp(log_decay)[..., None, None]
-    read_key = jnp.sum(decayed * key[..., None], axis=-2)
-    read_query = jnp.sum(decayed * query[..., None], axis=-2)
-    delta = beta[..., None] * (value - read_key)
+    # Both reads in one product with S, and the decay after it: S is read once and written once.
+    decay = jnp.exp(log_decay)[..., None]
+    both = jnp.stack([key, query], axis=-2)
+    read = jnp.einsum("...ik,...kv->...iv", both, state, precision=_HIGHEST)
+    delta = beta[..., None] * (value - decay * read[..., 0, :])
     overlap = jnp.sum(key * query, axis=-1, keepdims=True)
-    return decayed + key[..., None] * delta[..., None, :], read_query + overlap * delta
+    output = decay * read[..., 1, :] + overlap * delta
+    return decay[..., None] * state + key[..., None] * delta[..., None, :], output
 
 
 def gated_delta_recurrent(
