@@ -202,8 +202,9 @@ def _init(kind: type, config: ModelConfig, key: jax.Array) -> Params:
     return params
 
 
+@partial(jax.jit, static_argnames="config")
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
-    """Parameters drawn as `config.init` says; pure, so it may run under `jax.jit` or `eval_shape`.
+    """Parameters drawn as `config.init` says; jitted, and usable under `jit` or `eval_shape`.
 
     Args:
       config: the model.
