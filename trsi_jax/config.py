@@ -65,10 +65,10 @@ class HarnessSection(Section):
 
 
 class PackingSection(Section):
-    """The one packed shape of every update but Base's."""
+    """The one packed shape of every update: few shapes, few compilations."""
 
-    rows: Count = 40
-    length: Annotated[int, Field(ge=8)] = 72
+    rows: Count = 12
+    length: Annotated[int, Field(ge=8)] = 128
 
 
 class AdamSection(Section):
@@ -97,8 +97,6 @@ class BaseStage(Section):
     kind: Literal["base"]
     name: str
     steps: Count
-    rows: Count = 10
-    length: Annotated[int, Field(ge=8)] = 64
     curriculum_steps: Annotated[int, Field(ge=0)] = 0
     """First steps on demonstrations of one sub-goal, in whole blocks of 50."""
     learning_rate: Positive = 3e-3

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trsi_jax.model.config import ModelConfig
-from trsi_jax.model.layers import Projection, RMSNorm
+from trsi_jax.model.layers import Projection, RMSNorm, copying_output
 
 
 def rotate(
@@ -95,6 +95,7 @@ class Attention(nnx.Module):  # type: ignore[misc]
             rngs=rngs,
             scale=config.init.output_scale,
         )
+        copying_output(config, self.v_proj, self.o_proj)
         self.q_norm = RMSNorm(config, config.head_dim, offset=config.norm_offset)
         self.k_norm = RMSNorm(config, config.head_dim, offset=config.norm_offset)
 

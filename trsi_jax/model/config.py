@@ -18,6 +18,8 @@ class InitConfig:
       head_from_embedding: start the untied head as the transposed embedding, rescaled to
         standard deviation hidden_size^-1/2, so that copying a token is learnable at once.
       output_scale: factor on the fan-in draw of the projections into the residual stream.
+      copy_scale: start the output projection of every mixer as this multiple of its transposed
+        value projection, so that what a mixer reads it says; None draws it like the others.
       role_conv: start the short convolution so that a key is the previous token and a query or
         a value is the current one, plus noise of standard deviation `conv_std`.
       step_min, step_max: range of the log-uniform step size softplus(dt_bias).
@@ -27,6 +29,7 @@ class InitConfig:
     embed_std: float = 0.02
     head_from_embedding: bool = False
     output_scale: float = 1.0
+    copy_scale: float | None = None
     role_conv: bool = False
     conv_std: float = 0.5
     step_min: float = 0.001
@@ -198,12 +201,13 @@ def _tiny() -> ModelConfig:
         gdn_value_heads=4,
         gdn_key_dim=32,
         gdn_value_dim=32,
-        gdn_chunk=24,
+        gdn_chunk=16,
         gdn_solver="ladder",
         init=InitConfig(
             embed_std=0.1,
             head_from_embedding=True,
             output_scale=0.3,
+            copy_scale=0.5,
             role_conv=True,
             conv_std=0.1,
             step_min=0.001,

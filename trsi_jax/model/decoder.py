@@ -25,7 +25,14 @@ from trsi_jax.model.gated_delta import (
     l2_normalize,
     segment_starts,
 )
-from trsi_jax.model.layers import Embedding, Projection, RMSNorm, SwiGLU, rms_norm
+from trsi_jax.model.layers import (
+    Embedding,
+    Projection,
+    RMSNorm,
+    SwiGLU,
+    copying_output,
+    rms_norm,
+)
 
 Params = dict[str, Any]
 
@@ -66,6 +73,7 @@ class GatedDeltaNet(nnx.Module):  # type: ignore[misc]
         self.dt_bias = nnx.Param(step + jnp.log(-jnp.expm1(-step)))
         self.norm = nnx.Param(jnp.ones((config.gdn_value_dim,), dtype))
         self.o_proj = Projection(config, value_dims, hidden, rngs=rngs, scale=init.output_scale)
+        copying_output(config, self.v_proj, self.o_proj)
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """[..., D] -> conv input [..., C], output gate z, decay and write inputs a, b."""

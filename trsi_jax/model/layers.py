@@ -92,6 +92,19 @@ class Projection(nnx.Module):  # type: ignore[misc]
         return jnp.tensordot(x.astype(self.config.compute_dtype), kernel, axes=self.in_axes)
 
 
+def copying_output(config: ModelConfig, value: Projection, output: Projection) -> None:
+    """Start `output` as `config.init.copy_scale` times the transpose of `value`, if that is set.
+
+    A mixer then adds about the input of what it reads, and copying need not wait until two random
+    maps have found each other. A value head that several output heads share is repeated.
+    """
+    if config.init.copy_scale is None:
+        return
+    transposed = jnp.moveaxis(value.kernel[...], 0, -1)
+    repeats = output.kernel.shape[0] // transposed.shape[0]
+    output.kernel[...] = config.init.copy_scale * jnp.repeat(transposed, repeats, axis=0)
+
+
 class SwiGLU(nnx.Module):  # type: ignore[misc]
     """W_down (silu(W_gate x) * (W_up x))."""
 

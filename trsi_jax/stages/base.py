@@ -75,12 +75,13 @@ def _batches(
     documents = _documents(context, stage, seed, max_sub_goals=max_sub_goals)
     examples: list[Example] = []
     # As many tokens as all the rows hold: packing leaves gaps, so the batches are enough.
-    room = n_updates * stage.rows * stage.length
+    packing = context.config.packing
+    room = n_updates * packing.rows * packing.length
     while room > 0:
         examples.append(next(documents))
         room -= examples[-1].token_ids.size
-    packing = pack(examples, rows=stage.rows, length=stage.length, seed=seed)
-    return packing.batches[:n_updates]
+    packed = pack(examples, rows=packing.rows, length=packing.length, seed=seed)
+    return packed.batches[:n_updates]
 
 
 def _documents(
@@ -92,10 +93,11 @@ def _documents(
         stepwise_mistake=0.6 * stage.mistake_rate,
         exclude_families=stage.never_shown,
     )
-    limits = Limits(turns=2 * context.config.harness.max_turns, context=4 * stage.length)
+    length = context.config.packing.length
+    limits = Limits(turns=2 * context.config.harness.max_turns, context=4 * length)
     for document in demonstrations(seed, teaching):
         rendered = render(HARNESSES[document.harness], context.chat, document, limits=limits)
-        if rendered.token_ids.size > stage.length:
+        if rendered.token_ids.size > length:
             continue
         weight = np.where(rendered.acted_t, 1.0, stage.observation_weight)
         yield text_example(rendered.token_ids, weight, turn_t=rendered.turn_t)

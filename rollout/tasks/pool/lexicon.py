@@ -8,14 +8,10 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 NAMES: tuple[str, ...] = _words("""
-    amber anvil apple arrow badger bamboo barley basil beacon beetle birch bison
-    cactus camel candle canyon cedar cherry clover cobalt comet copper coral crane
-    daisy delta dragon ember falcon fennel ferry fiddle flint forest fossil galaxy
-    garnet ginger glacier granite harbor hazel heron honey indigo island ivory jaguar
-    jasmine juniper kayak kettle lagoon lantern lemon lilac lotus lynx magnet maple
-    marble meadow mango nectar needle nickel oasis olive onion opal orchid otter
-    oyster panda pebble pepper pigeon planet quartz rabbit raven river saffron salmon
-    spruce tiger tulip turnip velvet violet walnut willow wombat topaz zebra zinnia
+    amber apple badger barley beacon birch cactus candle cedar clover comet coral
+    daisy dragon falcon ferry flint fossil garnet glacier harbor heron indigo ivory
+    jasmine kayak lagoon lemon lotus magnet marble mango needle oasis onion orchid
+    oyster pebble pigeon quartz raven saffron spruce tulip velvet walnut wombat zebra
     """)
 """Names of files and directories and the words in files, of every split.
 
