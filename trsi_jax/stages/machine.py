@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -63,7 +64,7 @@ def run(config: Config, out: Path, observer: Observer) -> None:
     with _locked(out):
         _claim(config, out)
         _cache_compilations()
-        with _context(config, out, observer) as context:
+        with _context(config, out, observer) as context, _compiling_ahead(context):
             _run_stages(context)
 
 
@@ -207,7 +208,7 @@ def _context(config: Config, out: Path, observer: Observer) -> Iterator[Context]
                 backend=backend,
                 reader=SegmentReader(out / "store"),
                 writer=SegmentWriter(out / "store", vocab_size=vocab_size),
-                steps=steps.jit_steps(architecture, optim.adamw(**config.adam.model_dump())),
+                steps=steps.compile_steps(architecture, optim.adamw(**config.adam.model_dump())),
                 observer=observer,
                 runner=runner,
                 clock=Clock(),
@@ -215,6 +216,29 @@ def _context(config: Config, out: Path, observer: Observer) -> Iterator[Context]
         finally:
             runner.run(engine.aclose())
             runner.run(backend.aclose())
+
+
+@contextlib.contextmanager
+def _compiling_ahead(context: Context) -> Iterator[None]:
+    """Compile what later stages need in one thread beside the first stage's work."""
+    with ThreadPoolExecutor(1, thread_name_prefix="compile") as executor:
+        params = model.abstract_params(context.model)
+        critic_params = jax.eval_shape(partial(model.init_value_params, context.model), params)
+        create = partial(state.create, optimizer=context.steps.optimizer)
+        actor, critic = (jax.eval_shape(create, p) for p in (params, critic_params))
+        for stage in context.config.stages:
+            if isinstance(stage, RprStage):
+                rows = rpr.packed_like(context)
+                plain = rpr.packed_like(context, columns=False)
+                context.steps.critic.compile_ahead(executor, critic, rows, 0.0)
+                context.steps.values.compile_ahead(executor, critic_params, plain)
+                context.steps.actor.compile_ahead(
+                    executor, actor, rows, 0.0, clip=stage.clip, temperature=stage.temperature
+                )
+        try:
+            yield
+        finally:
+            executor.shutdown(cancel_futures=True)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,10 @@ CURVES = (
     *("train/success", "train/reward", "critic/explained_variance", "critic/loss"),
     *("actor/entropy", "actor/approx_kl", "actor/clip_fraction"),
 )
+
+
+COLUMNS = ("value_t", "advantage_t", "return_t")
+"""What a batch of an RPR update carries beside the tokens."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +58,10 @@ class Batch:
 
     def examples(self) -> list[batch.Example]:
         """Sequences with their columns, for packing."""
-        columns = zip(self.value_t, self.advantage_t, self.return_t, strict=True)
+        columns = zip(*(getattr(self, name) for name in COLUMNS), strict=True)
         return [
-            batch.trajectory_example(
-                trajectory, {"value_t": value, "advantage_t": advantage, "return_t": target}
-            )
-            for trajectory, (value, advantage, target) in zip(
-                self.trajectories, columns, strict=True
-            )
+            batch.trajectory_example(trajectory, dict(zip(COLUMNS, arrays, strict=True)))
+            for trajectory, arrays in zip(self.trajectories, columns, strict=True)
         ]
 
 
@@ -130,7 +130,7 @@ def _annotate(context: Context, segment: str, data: Batch) -> None:
     """Write what training saw beside the stored trajectories, for people and later studies."""
     ids = [t.id for t in data.trajectories]
     with context.clock.charge("store"):
-        for name in ("reward_t", "value_t", "advantage_t", "return_t"):
+        for name in ("reward_t", *COLUMNS):
             context.annotate(segment, name, dict(zip(ids, getattr(data, name), strict=True)))
 
 
@@ -284,6 +284,15 @@ def _explained_variance(data: Batch) -> float:
     )
     value = np.concatenate(data.value_t)
     return float(losses.explained_variance(*(jnp.asarray(x) for x in (value, outcome, acted))))
+
+
+def packed_like(context: Context, *, columns: bool = True) -> batch.PackedBatch:
+    """An empty batch of the shape of every RPR update (or of the values, without columns)."""
+    packing = context.config.packing
+    names = COLUMNS if columns else ()
+    example = batch.text_example(np.zeros(1, np.int32), np.zeros(1, np.float32))
+    example = replace(example, columns={name: np.zeros(1, np.float32) for name in names})
+    return batch.pack([example], rows=packing.rows, length=packing.length, seed=0).batches[0]
 
 
 def _pack(
