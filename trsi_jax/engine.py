@@ -400,12 +400,14 @@ class JaxEngine:
     # --- running ------------------------------------------------------------------------------
 
     async def _serve(self, block: _Block) -> None:
-        while True:
+        while not self._closed:
             await block.arrived.wait()
-            while not block.waits_for_none():
+            while block.jobs and not block.waits_for_none():
                 block.arrived.clear()
                 try:
-                    await asyncio.wait_for(block.arrived.wait(), self._linger_s)
+                    # Not wait_for, which on Python 3.11 can swallow a cancellation.
+                    async with asyncio.timeout(self._linger_s):
+                        await block.arrived.wait()
                 except TimeoutError:
                     break
             block.arrived.clear()
