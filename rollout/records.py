@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 SCHEMA_VERSION = 1
 
-TIERS = ("easy", "medium", "hard", "extreme")
-SPLITS = ("train", "validation", "test")
-
 CheckKind = Literal["effective", "guard"]
 Tier = Literal["easy", "medium", "hard", "extreme"]
 Split = Literal["train", "validation", "test"]
+TIERS: tuple[Tier, ...] = ("easy", "medium", "hard", "extreme")
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
 Finish = Literal["done", "turn-limit", "token-limit", "context-limit", "time-limit", "fault"]
 
 

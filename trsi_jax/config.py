@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollout.errors import UserError
+from rollout.records import TIERS, Tier
 
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
@@ -144,8 +145,12 @@ class RprStage(Section):
     iterations: Count
     tasks_per_iteration: Count = 32
     samples: Count = 4
+    tiers: Annotated[tuple[Tier, ...], Field(min_length=1)] = TIERS
+    """Tiers that training tasks are drawn from: what is always solved teaches nothing."""
     temperature: Positive = 1.0
     actor_learning_rate: Positive
+    actor_warmup_steps: Annotated[int, Field(ge=0)] = 16
+    """Updates over which the actor's rate rises: a fresh Adam's first steps are the largest."""
     critic_learning_rate: Positive = 5e-4
     critic: Literal["handover", "fresh"] = "handover"
     """Start from the critic of the previous RPR stage, or always from the actor's trunk."""

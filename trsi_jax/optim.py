@@ -28,6 +28,20 @@ def adamw(
     )
 
 
+def linear_warmup(step: int, *, peak: float, warmup_steps: int) -> float:
+    """Rate that rises linearly and then stays: lr(s) = peak min(1, (s + 1) / warmup).
+
+    Args:
+      step: 0-based update index.
+      peak: the rate after the warm-up.
+      warmup_steps: updates until `peak`; 0 for none.
+
+    Returns:
+      The rate of update `step`.
+    """
+    return peak * min(1.0, (step + 1) / max(warmup_steps, 1))
+
+
 def warmup_cosine(
     step: int, *, peak: float, warmup_steps: int, total_steps: int, final_fraction: float
 ) -> float:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rollout.collect import Clock as CollectionClock
 from rollout.collect import EpisodeSpec, Progress, collect
 from rollout.harness import Limits
 from rollout.protocols import SandboxBackend, WeightSnapshot
-from rollout.records import Task, Trajectory
+from rollout.records import TIERS, Task, Trajectory
 from rollout.store.reader import SegmentReader
 from rollout.store.segments import SegmentWriter
 from rollout.tasks.verifier import verify
@@ -80,10 +81,11 @@ class Context:
         """Folder of a stage's checkpoints."""
         return self.out / "checkpoints" / stage
 
-    def draw_tasks(self, n: int, *path: str | int) -> list[Task]:
+    def draw_tasks(self, n: int, *path: str | int, tiers: Collection[str] = TIERS) -> list[Task]:
         """`n` different training tasks, in an order that the run's seed and `path` decide."""
         order = prng.generator(self.config.seed, "tasks", *path).permutation(len(self.train_tasks))
-        return [self.train_tasks[i] for i in order[:n]]
+        shuffled = (self.train_tasks[i] for i in order)
+        return list(islice((task for task in shuffled if task.tier in tiers), n))
 
     def serve(self, version: int, params: Any) -> None:
         """Give the engine new weights; the only place where weights reach it."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from rollout.collect import EpisodeSpec
 from rollout.records import Trajectory
-from trsi_jax import advantages, batch, checkpoint, losses, model, prng, rewards, state
+from trsi_jax import advantages, batch, checkpoint, losses, model, optim, prng, rewards, state
 from trsi_jax.config import RewardSection, RprStage
 from trsi_jax.stages.context import Context, graded, success_rate
 
@@ -117,7 +117,7 @@ def run(
 
 def _rollouts(context: Context, stage: RprStage, iteration: int, name: str) -> list[Trajectory]:
     """`samples` attempts at each of the iteration's tasks under the general harness."""
-    tasks = context.draw_tasks(stage.tasks_per_iteration, stage.name, name)
+    tasks = context.draw_tasks(stage.tasks_per_iteration, stage.name, name, tiers=stage.tiers)
     specs = [
         EpisodeSpec(task, "general", sample, f"{stage.name}.{name}", iteration, stage.temperature)
         for task in tasks
@@ -196,14 +196,19 @@ def _iterate(
     _annotate(context, f"{stage.name}/iteration-{iteration:03d}", data)
     explained = _explained_variance(data)
     sums: dict[str, list[jax.Array]] = {}
+    updates = int(actor.step)
     with context.clock.charge("training"):
         for epoch in range(stage.epochs):
             seed = prng.integer(context.config.seed, stage.name, "minibatch", iteration, epoch)
             for rows in _pack(context, data, seed, minibatches=stage.minibatches):
+                rate = optim.linear_warmup(
+                    updates, peak=stage.actor_learning_rate, warmup_steps=stage.actor_warmup_steps
+                )
+                updates += 1
                 actor, of_actor = context.steps.actor(
                     actor,
                     rows,
-                    stage.actor_learning_rate,
+                    rate,
                     clip=stage.clip,
                     temperature=stage.temperature,
                 )
