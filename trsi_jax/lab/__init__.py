@@ -1,0 +1,1 @@
+"""The laboratory: estimators compared on the same trajectories."""

@@ -1,0 +1,79 @@
+"""The simulator's critic: a small network on what an observer of the transcript could know."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from trsi_jax.lab.simulator import TOKENS, Episodes, World
+
+UNITS = 48
+
+Critic = dict[str, jax.Array]
+
+
+class Features(NamedTuple):
+    """What the critic reads.
+
+    Attributes:
+      action: [B, K, m, F] float32, before each action token.
+      log: [B, K, F] float32, on the log after each turn; all of its tokens look alike.
+    """
+
+    action: jax.Array
+    log: jax.Array
+
+
+def features(world: World, episodes: Episodes) -> Features:
+    """Turn, index, cues and decisions so far, the token before, and whether this is a log.
+
+    Returns:
+      `Features` with F = 4 K + m + TOKENS + 3.
+    """
+    k, m = world.turns, world.tokens
+    batch = episodes.cue.shape[0]
+    turn = jnp.arange(k)
+    index = jnp.arange(m + 1)
+    # One slot more a turn than there are tokens: the log after it.
+    shape = (batch, k, m + 1)
+    seen = turn[None, :] <= turn[:, None]
+    cue = jnp.where(seen[None], (2.0 * episodes.cue - 1.0)[:, None, :], 0.0)
+    decision = episodes.token[:, :, world.decision]
+    known = (turn[None, None, :] < turn[:, None, None]) | (
+        (turn[None, None, :] == turn[:, None, None]) & (index[None, :, None] > world.decision)
+    )
+    taken = [jnp.where(known[None], (decision == c)[:, None, None, :], False) for c in (0, 1)]
+    before = jnp.pad(episodes.token[:, :, :-1], ((0, 0), (0, 0), (1, 1)), constant_values=TOKENS)
+    parts = [
+        jnp.broadcast_to(jax.nn.one_hot(turn, k)[None, :, None], (*shape, k)),
+        jnp.broadcast_to(jax.nn.one_hot(index, m + 1)[None, None], (*shape, m + 1)),
+        jnp.broadcast_to(cue[:, :, None, :], (*shape, k)),
+        *(jnp.broadcast_to(x, (*shape, k)).astype(jnp.float32) for x in taken),
+        jax.nn.one_hot(before, TOKENS + 1),
+        jnp.broadcast_to((index == m)[None, None, :, None], (*shape, 1)).astype(jnp.float32),
+    ]
+    x = jnp.concatenate(parts, axis=-1)
+    return Features(x[:, :, :m], x[:, :, m])
+
+
+def initial_critic(world: World, key: jax.Array) -> Critic:
+    """Weights scaled by fan-in, and a head of zeros: the first value is 0 everywhere."""
+    width = 4 * world.turns + world.tokens + TOKENS + 3
+    k1, k2 = jax.random.split(key)
+    return {
+        "w1": jax.random.normal(k1, (width, UNITS)) / jnp.sqrt(width),
+        "b1": jnp.zeros(UNITS),
+        "w2": jax.random.normal(k2, (UNITS, UNITS)) / jnp.sqrt(UNITS),
+        "b2": jnp.zeros(UNITS),
+        "w3": jnp.zeros(UNITS),
+        "b3": jnp.zeros(()),
+    }
+
+
+def value_of(critic: Critic, x: jax.Array) -> jax.Array:
+    """Values [...] of features [..., F]."""
+    hidden = jnp.tanh(x @ critic["w1"] + critic["b1"])
+    hidden = jnp.tanh(hidden @ critic["w2"] + critic["b2"])
+    return hidden @ critic["w3"] + critic["b3"]

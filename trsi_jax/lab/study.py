@@ -1,0 +1,299 @@
+"""Races and gradient tables in the simulator: one compiled program a world, all arms in it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import optax
+
+from trsi_jax import prng
+from trsi_jax.advantages import whiten
+from trsi_jax.lab import simulator as sim
+from trsi_jax.lab.arms import Arm, Estimate, Rows, Run
+from trsi_jax.lab.critic import Critic, features, initial_critic, value_of
+from trsi_jax.lab.simulator import Episodes, World
+from trsi_jax.losses import explained_variance, masked_sum, value_mse
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a race is run; the same for every arm.
+
+    Attributes:
+      iterations: policy updates, one a batch.
+      batch: episodes a batch, a multiple of the world's group.
+      lr: Adam's step for the policy, with the gradient's norm cut to 1.
+      critic_lr: Adam's step for the critic.
+      critic_steps: critic updates a batch.
+      warmup_batches: batches of `warmup_batch` episodes on Monte-Carlo returns before the start.
+      warmup_batch: episodes of one of these.
+    """
+
+    iterations: int = 120
+    batch: int = 64
+    lr: float = 0.03
+    critic_lr: float = 3e-3
+    critic_steps: int = 4
+    warmup_batches: int = 8
+    warmup_batch: int = 128
+
+
+class Race(NamedTuple):
+    """What a race gives, for S seeds.
+
+    Attributes:
+      success: [S, iterations + 1] exact success before and after each update.
+      explained_variance: [S, iterations] of the undiscounted return by the critic.
+    """
+
+    success: npt.NDArray[np.float32]
+    explained_variance: npt.NDArray[np.float32]
+
+
+class Learner(NamedTuple):
+    """Parameters and optimizer states of a race."""
+
+    policy: jax.Array
+    policy_opt: optax.OptState
+    critic: Critic
+    critic_opt: optax.OptState
+
+
+class Laboratory:
+    """One world, its arms, and the compiled programs that run them."""
+
+    def __init__(self, world: World, arms: Sequence[Arm], recipe: Recipe) -> None:
+        self.world = world
+        self.arms = tuple(arms)
+        self.recipe = recipe
+        self._runs: tuple[Run, ...] = tuple(arm.build(world.group) for arm in arms)
+        self._policy_tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(recipe.lr))
+        self._critic_tx = optax.adam(recipe.critic_lr)
+        self._race = jax.jit(jax.vmap(self._one_race, in_axes=(None, 0, None, None)))
+        self._gradients = jax.jit(
+            jax.vmap(self._one_table, in_axes=(None, 0, None, None, None, None)),
+            static_argnums=(4, 5),
+        )
+
+    def race(self, arm: str, seeds: Sequence[int], *, gamma: float, lam: float) -> Race:
+        """Train from the initial policy with one arm; all arms see the same keys.
+
+        Raises:
+          ValueError: for an arm that this laboratory does not have.
+        """
+        keys = jnp.stack([prng.stream(seed, "simulator") for seed in seeds])
+        success, ev = self._race(self._index(arm), keys, jnp.float32(gamma), jnp.float32(lam))
+        return Race(np.asarray(success), np.asarray(ev))
+
+    def gradients(
+        self,
+        arm: str,
+        seeds: Sequence[int],
+        *,
+        gamma: float,
+        lam: float,
+        batches: int = 64,
+        fit: int = 30,
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Gradient estimates at the initial policy, after `fit` batches of critic training.
+
+        Returns:
+          (estimates [S, batches, P], truth [P]) over the logits of the policy, flattened.
+        """
+        keys = jnp.stack([prng.stream(seed, "simulator", "gradients") for seed in seeds])
+        estimates = self._gradients(
+            self._index(arm), keys, jnp.float32(gamma), jnp.float32(lam), batches, fit
+        )
+        truth = jax.grad(functools.partial(sim.exact_success, self.world))(
+            sim.initial_policy(self.world)
+        )
+        return np.asarray(estimates), np.asarray(truth).ravel()
+
+    def _index(self, arm: str) -> jax.Array:
+        names = [a.name for a in self.arms]
+        if arm not in names:
+            raise ValueError(f"no arm {arm!r} here; known: {', '.join(names)}")
+        return jnp.asarray(names.index(arm), jnp.int32)
+
+    # --- one seed -----------------------------------------------------------------------------
+
+    def _start(self, key: jax.Array) -> Learner:
+        """Initial policy, and a critic warmed up on Monte-Carlo returns."""
+        k_init, k_warm = jax.random.split(key)
+        policy = sim.initial_policy(self.world)
+        critic = initial_critic(self.world, k_init)
+        learner = Learner(
+            policy, self._policy_tx.init(policy), critic, self._critic_tx.init(critic)
+        )
+
+        def warm(learner: Learner, key: jax.Array) -> tuple[Learner, None]:
+            episodes = sim.sample(self.world, policy, key, self.recipe.warmup_batch)
+            target = jnp.broadcast_to(
+                episodes.success.astype(jnp.float32)[:, None, None], episodes.token.shape
+            )
+            return self._fit(learner, episodes, target, episodes.emitted), None
+
+        learner, _ = jax.lax.scan(
+            warm, learner, jax.random.split(k_warm, self.recipe.warmup_batches)
+        )
+        return learner
+
+    def _fit(
+        self, learner: Learner, episodes: Episodes, target: jax.Array, fitted: jax.Array
+    ) -> Learner:
+        """A few steps of the critic towards fixed targets [B, K, m]."""
+        x = features(self.world, episodes).action
+
+        def loss(critic: Critic) -> jax.Array:
+            return value_mse(value_of(critic, x), target, fitted, n_tokens=jnp.sum(fitted))
+
+        def step(state: tuple[Critic, Any], _: None) -> tuple[tuple[Critic, Any], None]:
+            critic, opt = state
+            updates, opt = self._critic_tx.update(jax.grad(loss)(critic), opt, critic)
+            return (optax.apply_updates(critic, updates), opt), None
+
+        (critic, opt), _ = jax.lax.scan(
+            step, (learner.critic, learner.critic_opt), None, length=self.recipe.critic_steps
+        )
+        return learner._replace(critic=critic, critic_opt=opt)
+
+    def _estimate(
+        self, arm: jax.Array, learner: Learner, episodes: Episodes, gamma: jax.Array, lam: jax.Array
+    ) -> tuple[Estimate, jax.Array]:
+        """The arm's estimate at the action tokens, [B, K, m] each, and the values there."""
+        world = self.world
+        layout = sim.lay(world, episodes)
+        seen = features(world, episodes)
+        at_action = value_of(learner.critic, seen.action)
+        at_log = value_of(learner.critic, seen.log)
+        on_log = jnp.take_along_axis(at_log, jnp.maximum(layout.turn, 0), axis=1)
+        value = sim.scatter(at_action, layout.position, world.length)
+        rows = Rows(
+            sim.terminal_reward(world, episodes, layout),
+            jnp.where(layout.logged, on_log, value),
+            layout.acted,
+            layout.turn,
+            episodes.success.astype(jnp.float32),
+        )
+        branches: list[Callable[..., Estimate]] = [
+            functools.partial(run, rows) for run in self._runs
+        ]
+        estimate: Estimate = jax.lax.switch(arm, branches, gamma, lam)
+        at = Estimate(*(sim.gather(x, layout.position) for x in estimate))
+        return at, at_action
+
+    def _surrogate(self, policy: jax.Array, episodes: Episodes, weight: jax.Array) -> jax.Array:
+        """Mean over episodes of sum_t A_t log pi_t."""
+        logprob = sim.logprob_of(policy, episodes)
+        return masked_sum(logprob * weight, episodes.emitted, n_tokens=weight.shape[0])
+
+    def _one_race(
+        self, arm: jax.Array, key: jax.Array, gamma: jax.Array, lam: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        k_start, k_run = jax.random.split(key)
+
+        def iterate(learner: Learner, key: jax.Array) -> tuple[Learner, tuple[jax.Array, ...]]:
+            before = sim.exact_success(self.world, learner.policy)
+            episodes = sim.sample(self.world, learner.policy, key, self.recipe.batch)
+            estimate, value = self._estimate(arm, learner, episodes, gamma, lam)
+            advantage = whiten(estimate.advantage, episodes.emitted)
+            gradient = jax.grad(self._surrogate)(learner.policy, episodes, -advantage)
+            updates, opt = self._policy_tx.update(gradient, learner.policy_opt, learner.policy)
+            score = episodes.success.astype(jnp.float32)[:, None, None]
+            ev = explained_variance(value, jnp.broadcast_to(score, value.shape), episodes.emitted)
+            learner = self._fit(learner, episodes, estimate.target, estimate.fitted)
+            policy = optax.apply_updates(learner.policy, updates)
+            return learner._replace(policy=policy, policy_opt=opt), (before, ev)
+
+        learner, (success, ev) = jax.lax.scan(
+            iterate, self._start(k_start), jax.random.split(k_run, self.recipe.iterations)
+        )
+        final = sim.exact_success(self.world, learner.policy)
+        return jnp.append(success, final), ev
+
+    def _one_table(
+        self,
+        arm: jax.Array,
+        key: jax.Array,
+        gamma: jax.Array,
+        lam: jax.Array,
+        batches: int,
+        fit: int,
+    ) -> jax.Array:
+        k_start, k_fit, k_run = jax.random.split(key, 3)
+        learner = self._start(k_start)
+
+        def settle(learner: Learner, key: jax.Array) -> tuple[Learner, None]:
+            episodes = sim.sample(self.world, learner.policy, key, self.recipe.batch)
+            estimate, _ = self._estimate(arm, learner, episodes, gamma, lam)
+            return self._fit(learner, episodes, estimate.target, estimate.fitted), None
+
+        learner, _ = jax.lax.scan(settle, learner, jax.random.split(k_fit, fit))
+
+        def measure(key: jax.Array) -> jax.Array:
+            episodes = sim.sample(self.world, learner.policy, key, self.recipe.batch)
+            estimate, _ = self._estimate(arm, learner, episodes, gamma, lam)
+            gradient = jax.grad(self._surrogate)(learner.policy, episodes, estimate.advantage)
+            return jnp.ravel(gradient)
+
+        estimates: jax.Array = jax.lax.map(measure, jax.random.split(k_run, batches))
+        return estimates
+
+
+# --- how good a gradient is -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GradientQuality:
+    """One estimator's gradient against the true one.
+
+    Attributes:
+      cos_expected: cosine of the expected estimate with the truth, the noise of the mean taken
+        off; 1 is an unbiased direction (noise can carry it past 1).
+      cos_batch: mean cosine of a single batch.
+      snr: squared projection of the mean on the truth, over the total variance of a batch.
+      early: size of the mean estimate at the first turn's decision, relative to the truth.
+      wrong: share of batches that point against the truth.
+    """
+
+    cos_expected: float
+    cos_batch: float
+    snr: float
+    early: float
+    wrong: float
+
+
+def gradient_quality(
+    estimates: npt.NDArray[np.float32], truth: npt.NDArray[np.float32], world: World
+) -> GradientQuality:
+    """Measure [N, P] estimates of independent batches against the truth [P].
+
+    Raises:
+      ValueError: with fewer than two batches.
+    """
+    x, t = np.asarray(estimates, np.float64), np.asarray(truth, np.float64)
+    n = x.shape[0]
+    if n < 2:
+        raise ValueError(f"need at least two batches, got {n}")
+    unit = t / np.linalg.norm(t)
+    mean = x.mean(axis=0)
+    variance = float(x.var(axis=0, ddof=1).sum())
+    norm = np.sqrt(max(float(mean @ mean) - variance / n, np.finfo(np.float64).tiny))
+    along = x @ unit
+    first = np.zeros((world.turns, world.tokens, 2, sim.TOKENS), bool)
+    first[0, world.decision] = True
+    mask = first.ravel()
+    return GradientQuality(
+        cos_expected=float(mean @ unit) / norm,
+        cos_batch=float(np.mean(along / np.maximum(np.linalg.norm(x, axis=1), 1e-30))),
+        snr=float(mean @ unit) ** 2 / variance if variance else float("inf"),
+        early=float(mean[mask] @ t[mask]) / float(t[mask] @ t[mask]),
+        wrong=float(np.mean(along < 0)),
+    )
