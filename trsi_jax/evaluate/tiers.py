@@ -27,6 +27,6 @@ def by(key: Literal["tier", "family"], results: Iterable[TaskResult]) -> Mapping
     groups: dict[str, list[float]] = {}
     for result in results:
         groups.setdefault(getattr(result, key), []).append(result.strict_success)
-    names = [t for t in TIERS if t in groups] if key == "tier" else []
+    names: list[str] = [t for t in TIERS if t in groups] if key == "tier" else []
     names += sorted(groups.keys() - set(names))
     return {name: clustered_proportion(groups[name]) for name in names}
