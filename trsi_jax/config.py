@@ -23,12 +23,14 @@ Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Count = Annotated[int, Field(ge=1)]
 HarnessName = Literal["general", "survey", "stepwise"]
+StageName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
+"""Names files, segments of the store and keys of overrides, so it has neither slash nor dot."""
 
 
 class Section(BaseModel):
     """Base of every section: frozen, strict, no unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -96,7 +98,7 @@ class BaseStage(Section):
     """Supervised training from scratch on few noisy demonstrations: weak on purpose."""
 
     kind: Literal["base"]
-    name: str
+    name: StageName
     steps: Count
     curriculum_steps: Annotated[int, Field(ge=0)] = 0
     """First steps on demonstrations of one sub-goal, in whole blocks of 50."""
@@ -116,9 +118,13 @@ class RsrStage(Section):
     """Recursive self-rewrite: discover, rewrite, review, replay, fine-tune the actor."""
 
     kind: Literal["rsr"]
-    name: str
+    name: StageName
     tasks: Count
-    harnesses: tuple[HarnessName, ...] = ("general", "survey", "stepwise")
+    harnesses: Annotated[tuple[HarnessName, ...], Field(min_length=1)] = (
+        "general",
+        "survey",
+        "stepwise",
+    )
     attempts: Count = 1
     temperature: Positive = 1.0
     runbooks_per_task: Count = 2
@@ -141,8 +147,8 @@ class RprStage(Section):
     """Recursive policy-refine: critic handover, critic-only rounds, then PPO of both."""
 
     kind: Literal["rpr"]
-    name: str
-    iterations: Count
+    name: StageName
+    iterations: Annotated[int, Field(ge=1, lt=1000)]
     tasks_per_iteration: Count = 32
     samples: Count = 4
     tiers: Annotated[tuple[Tier, ...], Field(min_length=1)] = TIERS
@@ -196,7 +202,14 @@ class Config(Section):
             raise ValueError("the first stage must have kind 'base'")
         if any(stage.kind == "base" for stage in self.stages[1:]):
             raise ValueError("only the first stage may have kind 'base'")
+        if self.engine.context > self.packing.length:
+            raise ValueError(
+                f"engine.context must be at most packing.length ({self.packing.length}), or an"
+                f" episode would not fit in a row, got {self.engine.context}"
+            )
         for stage in self.stages:
+            if isinstance(stage, RsrStage) and len(set(stage.harnesses)) < len(stage.harnesses):
+                raise ValueError(f"stage {stage.name}: harnesses must differ")
             if isinstance(stage, RsrStage) and stage.tasks > self.train_tasks:
                 raise ValueError(
                     f"stage {stage.name}: tasks must be at most train_tasks ({self.train_tasks})"
@@ -301,7 +314,7 @@ def _first_problem(error: ValidationError, content: dict[str, Any]) -> str:
     if problem["type"] == "missing":
         return f"key {key} is missing"
     if problem["type"] == "value_error":
-        return f"{key}: {message}"
+        return message if not named else f"{key}: {message}"
     return f"{key} = {problem['input']!r}: {message[0].lower()}{message[1:]}"
 
 
@@ -349,5 +362,6 @@ def _is_table(value: Any) -> bool:
 
 
 def _toml_value(value: Any) -> str:
-    # JSON's strings, numbers, booleans and flat arrays are valid TOML.
-    return json.dumps(value)
+    # JSON's strings, numbers, booleans and flat arrays are valid TOML, but for two things: TOML has
+    # no surrogate pairs, and it wants DEL escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

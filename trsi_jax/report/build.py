@@ -30,7 +30,7 @@ def build(run: Path) -> summary.Summary:
     records = record.read_all(run)
     if not records:
         raise UserError(f"{run}: no stage is finished yet; go on with `trsi run`")
-    settings = config.read_text()
+    settings = config.read_text(encoding="utf-8")
     result = summary.of_records(records)
     name = str(tomllib.loads(settings).get("name", run.name))
     record.write_text(run / summary.REPORT, html.render(name, result, records, settings))

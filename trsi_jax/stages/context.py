@@ -38,19 +38,27 @@ class Clock:
     """Wall seconds by part, for the table of where time goes. Parts do not overlap."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    _charged_inside: list[float] = field(default_factory=list, repr=False)
+    """For each open `charge`, what parts inside it took."""
 
     def add(self, part: str, seconds: float) -> None:
         """Charge `seconds` to `part`."""
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+        if self._charged_inside:
+            self._charged_inside[-1] += seconds
 
     @contextmanager
     def charge(self, part: str) -> Iterator[None]:
-        """Charge the body's wall time to `part`."""
+        """Charge the body's wall time to `part`, less what the body charges to parts itself."""
         start = time.perf_counter()
+        self._charged_inside.append(0.0)
         try:
             yield
         finally:
-            self.add(part, time.perf_counter() - start)
+            inside = self._charged_inside.pop()
+            self.add(part, time.perf_counter() - start - inside)
+            if self._charged_inside:
+                self._charged_inside[-1] += inside
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,10 @@ from rollout.records import Trajectory
 from rollout.sandbox import make_backend
 from rollout.store.reader import SegmentReader
 from rollout.store.segments import SegmentWriter
+from rollout.tasks.pool.families import FAMILIES
 from rollout.tasks.pool.lexicon import vocabulary
 from rollout.tasks.pool.source import PoolSource
-from trsi_jax import checkpoint, model, optim, prng, rewards, state, steps
+from trsi_jax import advantages, checkpoint, model, optim, prng, rewards, state, steps
 from trsi_jax.config import BaseStage, Config, RprStage, RsrStage, dump, load
 from trsi_jax.engine import JaxEngine
 from trsi_jax.evaluate import protocol
@@ -57,15 +58,34 @@ def run(config: Config, out: Path, observer: Observer) -> None:
       observer: is told of progress.
 
     Raises:
-      UserError: `out` belongs to another configuration, or another process runs in it.
+      UserError: the configuration names something that does not exist, `out` belongs to another
+        configuration, or another process runs in it.
       SandboxUnavailable: no sandbox can be started here.
     """
+    _check_names(config)
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out):
         _claim(config, out)
         _cache_compilations()
         with _context(config, out, observer) as context, _compiling_ahead(context):
             _run_stages(context)
+
+
+def _check_names(config: Config) -> None:
+    """Refuse names that only the parts themselves know, before any work."""
+    asked = [("model.preset", config.model.preset, model.preset_names())]
+    for stage in config.stages:
+        if isinstance(stage, RprStage):
+            key = f"stages.{stage.name}.estimator"
+            asked.append((key, stage.estimator, advantages.names(kind="token")))
+        if isinstance(stage, BaseStage):
+            key = f"stages.{stage.name}.never_shown"
+            asked += [(key, family, tuple(FAMILIES)) for family in stage.never_shown]
+    for key, name, known in asked:
+        if name not in known:
+            raise UserError(
+                f"configuration {config.name}: {key} = {name!r}: must be one of {', '.join(known)}"
+            )
 
 
 def _run_stages(context: Context) -> None:
@@ -88,9 +108,7 @@ def _run_stages(context: Context) -> None:
         with context.clock.charge("checkpoint"):
             checkpoint.save(context.checkpoints(stage.name), 0, pair)
         context.serve(version + VERSIONS_PER_STAGE - 1, pair["actor"])
-        with context.clock.charge("evaluation"):
-            attempts = _evaluate(context, stage.name, version=index)
-        after = protocol.evaluate(attempts)
+        after = protocol.evaluate(_evaluate(context, stage.name, version=index))
         row = StageRow(
             name=stage.name,
             strict_success=after.strict_success.mean,

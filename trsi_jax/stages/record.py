@@ -111,7 +111,7 @@ def write_text(path: Path, text: str) -> None:
     """Replace the file `path` atomically: a reader sees the old text or the new, never half."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("w") as file:
+        with part.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
