@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trsi_jax.model.config import ModelConfig
-from trsi_jax.model.layers import Projection, RMSNorm, copying_output
+from trsi_jax.model.layers import Draws, Projection, RMSNorm, copying_output
 
 
 def rotate(
@@ -79,20 +79,20 @@ def attend(
 class Attention(nnx.Module):  # type: ignore[misc]
     """The full-attention mixer, split into what precedes and what follows the attention."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, draws: Draws) -> None:
         self.config = config
         hidden = (config.hidden_size,)
         heads, kv = config.num_heads, (config.num_kv_heads, config.head_dim)
         # Per head the query comes first and its output gate second.
         query = (heads, 2, config.head_dim) if config.gated_attention else (heads, config.head_dim)
-        self.q_proj = Projection(config, hidden, query, rngs=rngs)
-        self.k_proj = Projection(config, hidden, kv, rngs=rngs)
-        self.v_proj = Projection(config, hidden, kv, rngs=rngs)
+        self.q_proj = Projection(config, hidden, query, draws=draws)
+        self.k_proj = Projection(config, hidden, kv, draws=draws)
+        self.v_proj = Projection(config, hidden, kv, draws=draws)
         self.o_proj = Projection(
             config,
             (heads, config.head_dim),
             hidden,
-            rngs=rngs,
+            draws=draws,
             scale=config.init.output_scale,
         )
         copying_output(config, self.v_proj, self.o_proj)

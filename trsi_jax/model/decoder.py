@@ -7,6 +7,7 @@ one leading axis for the groups and a second for the gated-delta-net layers of a
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache, partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from trsi_jax.model.gated_delta import (
     segment_starts,
 )
 from trsi_jax.model.layers import (
+    Draws,
     Embedding,
     Projection,
     RMSNorm,
@@ -40,39 +42,31 @@ Params = dict[str, Any]
 class GatedDeltaNet(nnx.Module):  # type: ignore[misc]
     """The gated-delta-net mixer, split into what precedes and what follows the recurrence."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, draws: Draws) -> None:
         self.config = config
         hidden = (config.hidden_size,)
         key_dims = (config.gdn_key_heads, config.gdn_key_dim)
         value_dims = (config.gdn_value_heads, config.gdn_value_dim)
         heads = config.gdn_value_heads
         init, dtype = config.init, config.param_dtype
-        self.q_proj = Projection(config, hidden, key_dims, rngs=rngs)
-        self.k_proj = Projection(config, hidden, key_dims, rngs=rngs)
-        self.v_proj = Projection(config, hidden, value_dims, rngs=rngs)
-        self.z_proj = Projection(config, hidden, value_dims, rngs=rngs)
-        self.a_proj = Projection(config, hidden, (heads,), rngs=rngs)
-        self.b_proj = Projection(config, hidden, (heads,), rngs=rngs)
+        self.q_proj = Projection(config, hidden, key_dims, draws=draws)
+        self.k_proj = Projection(config, hidden, key_dims, draws=draws)
+        self.v_proj = Projection(config, hidden, value_dims, draws=draws)
+        self.z_proj = Projection(config, hidden, value_dims, draws=draws)
+        self.a_proj = Projection(config, hidden, (heads,), draws=draws)
+        self.b_proj = Projection(config, hidden, (heads,), draws=draws)
         # The current token is the last tap and the previous one the tap before it.
-        self.q_conv = nnx.Param(_init_conv(config, key_dims, config.conv_width - 1, rngs))
-        self.k_conv = nnx.Param(_init_conv(config, key_dims, config.conv_width - 2, rngs))
-        self.v_conv = nnx.Param(_init_conv(config, value_dims, config.conv_width - 1, rngs))
-        rate = jax.random.uniform(
-            rngs.params(), (heads,), dtype, minval=init.decay_min, maxval=init.decay_max
+        self.q_conv = nnx.Param(_init_conv(config, key_dims, config.conv_width - 1, draws))
+        self.k_conv = nnx.Param(_init_conv(config, key_dims, config.conv_width - 2, draws))
+        self.v_conv = nnx.Param(_init_conv(config, value_dims, config.conv_width - 1, draws))
+        self.A_log = nnx.Param(
+            jnp.log(draws.uniform((heads,), init.decay_min, init.decay_max, dtype))
         )
-        self.A_log = nnx.Param(jnp.log(rate))
-        step = jnp.exp(
-            jax.random.uniform(
-                rngs.params(),
-                (heads,),
-                dtype,
-                minval=np.log(init.step_min),
-                maxval=np.log(init.step_max),
-            )
-        )
+        low, high = math.log(init.step_min), math.log(init.step_max)
+        step = jnp.exp(draws.uniform((heads,), low, high, dtype))
         self.dt_bias = nnx.Param(step + jnp.log(-jnp.expm1(-step)))
         self.norm = nnx.Param(jnp.ones((config.gdn_value_dim,), dtype))
-        self.o_proj = Projection(config, value_dims, hidden, rngs=rngs, scale=init.output_scale)
+        self.o_proj = Projection(config, value_dims, hidden, draws=draws, scale=init.output_scale)
         copying_output(config, self.v_proj, self.o_proj)
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -150,21 +144,21 @@ def _by_head(x: jax.Array) -> jax.Array:
 
 
 def _init_conv(
-    config: ModelConfig, dims: tuple[int, ...], role_tap: int, rngs: nnx.Rngs
+    config: ModelConfig, dims: tuple[int, ...], role_tap: int, draws: Draws
 ) -> jax.Array:
     shape = (config.conv_width, *dims)
-    weight = jax.random.normal(rngs.params(), shape, config.param_dtype) * config.init.conv_std
+    weight = draws.normal(shape, config.init.conv_std, config.param_dtype)
     return weight.at[role_tap].add(1.0) if config.init.role_conv else weight
 
 
 class GatedDeltaLayer(nnx.Module):  # type: ignore[misc]
     """x += mixer(norm(x)); x += mlp(norm(x)), with a gated delta net."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, draws: Draws) -> None:
         self.input_norm = RMSNorm(config, config.hidden_size, offset=config.norm_offset)
-        self.mixer = GatedDeltaNet(config, rngs=rngs)
+        self.mixer = GatedDeltaNet(config, draws=draws)
         self.post_norm = RMSNorm(config, config.hidden_size, offset=config.norm_offset)
-        self.mlp = SwiGLU(config, rngs=rngs)
+        self.mlp = SwiGLU(config, draws=draws)
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
@@ -175,11 +169,11 @@ class GatedDeltaLayer(nnx.Module):  # type: ignore[misc]
 class AttentionLayer(nnx.Module):  # type: ignore[misc]
     """x += mixer(norm(x)); x += mlp(norm(x)), with full attention."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, draws: Draws) -> None:
         self.input_norm = RMSNorm(config, config.hidden_size, offset=config.norm_offset)
-        self.mixer = Attention(config, rngs=rngs)
+        self.mixer = Attention(config, draws=draws)
         self.post_norm = RMSNorm(config, config.hidden_size, offset=config.norm_offset)
-        self.mlp = SwiGLU(config, rngs=rngs)
+        self.mlp = SwiGLU(config, draws=draws)
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array, position_ids: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
@@ -190,8 +184,7 @@ class AttentionLayer(nnx.Module):  # type: ignore[misc]
 @lru_cache(maxsize=64)
 def definition(kind: type, config: ModelConfig) -> Any:
     """The static half of a module of `kind`; `nnx.merge` joins it with parameters."""
-    abstract = nnx.eval_shape(lambda: _make(kind, config, jax.random.key(0)))
-    return nnx.split(abstract, nnx.Param)[0]
+    return nnx.split(nnx.eval_shape(lambda: _make(kind, config, Draws())), nnx.Param)[0]
 
 
 def bind(kind: type, config: ModelConfig, params: Params) -> Any:
@@ -199,14 +192,21 @@ def bind(kind: type, config: ModelConfig, params: Params) -> Any:
     return nnx.merge(definition(kind, config), params)
 
 
-def _make(kind: type, config: ModelConfig, key: jax.Array) -> Any:
+def _make(kind: type, config: ModelConfig, draws: Draws) -> Any:
     if kind is RMSNorm:
         return RMSNorm(config, config.hidden_size, offset=config.norm_offset)
-    return kind(config, rngs=nnx.Rngs(params=key))
+    return kind(config, draws=draws)
 
 
-def _init(kind: type, config: ModelConfig, key: jax.Array) -> Params:
-    params: Params = nnx.to_pure_dict(nnx.state(_make(kind, config, key), nnx.Param))
+def _init(kind: type, config: ModelConfig, key: jax.Array, *stack: int) -> Params:
+    counter = Draws()
+    jax.eval_shape(lambda: nnx.state(_make(kind, config, counter), nnx.Param))
+    make: Any = lambda numbers: nnx.to_pure_dict(  # noqa: E731
+        nnx.state(_make(kind, config, Draws(numbers)), nnx.Param)
+    )
+    for _ in stack:
+        make = jax.vmap(make)
+    params: Params = make(jax.random.normal(key, (*stack, counter.used)))
     return params
 
 
@@ -228,11 +228,9 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
     embed = _init(Embedding, config, embed_key)
     stacked: Params = {}
     if config.uses_gdn:
-        keys = jax.random.split(gdn_key, (groups, config.linear_per_group))
-        init_gdn: Any = jax.vmap(jax.vmap(lambda k: _init(GatedDeltaLayer, config, k)))
-        stacked["gdn"] = init_gdn(keys)
-    keys = jax.random.split(attention_key, groups)
-    stacked["attention"] = jax.vmap(lambda k: _init(AttentionLayer, config, k))(keys)
+        shape = (groups, config.linear_per_group)
+        stacked["gdn"] = _init(GatedDeltaLayer, config, gdn_key, *shape)
+    stacked["attention"] = _init(AttentionLayer, config, attention_key, groups)
     params: Params = {
         "embed": embed,
         "groups": stacked,

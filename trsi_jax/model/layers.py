@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,25 +12,28 @@ from jax import lax
 from trsi_jax.model.config import ModelConfig
 
 
-def fan_in_normal(
-    key: jax.Array, shape: tuple[int, ...], fan_in: int, dtype: str, scale: float = 1.0
-) -> jax.Array:
-    """Normal draw of standard deviation scale * fan_in^-1/2.
+class Draws:
+    """Random numbers for the parameters of one module, handed out from one flat normal draw.
 
-    Args:
-      key: PRNG key.
-      shape: of the result.
-      fan_in: inputs that one output sums over.
-      dtype: of the result.
-      scale: factor on the standard deviation.
-
-    Returns:
-      An array of `shape`.
-
-    Source: our reading.
+    One draw for all tensors keeps the compiled initialiser small: a generator a tensor takes many
+    times as long to compile. Without numbers it hands out zeros, to learn shapes and counts.
     """
-    std: float = scale * fan_in**-0.5
-    return jax.random.normal(key, shape, dtype) * std
+
+    def __init__(self, numbers: jax.Array | None = None) -> None:
+        self.numbers = numbers
+        self.used = 0
+
+    def normal(self, shape: tuple[int, ...], std: float, dtype: str) -> jax.Array:
+        """N(0, std^2)."""
+        start, self.used = self.used, self.used + math.prod(shape)
+        if self.numbers is None:
+            return jnp.zeros(shape, dtype)
+        return (self.numbers[start : self.used].reshape(shape) * std).astype(dtype)
+
+    def uniform(self, shape: tuple[int, ...], low: float, high: float, dtype: str) -> jax.Array:
+        """U(low, high), as the quantile of a normal number."""
+        quantile = jax.scipy.stats.norm.cdf(self.normal(shape, 1.0, dtype))
+        return (low + (high - low) * quantile).astype(dtype)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, accum_dtype: str) -> jax.Array:
@@ -74,17 +79,13 @@ class Projection(nnx.Module):  # type: ignore[misc]
         in_shape: tuple[int, ...],
         out_shape: tuple[int, ...],
         *,
-        rngs: nnx.Rngs,
+        draws: Draws,
         scale: float = 1.0,
     ) -> None:
         self.config = config
         self.in_axes = len(in_shape)
-        fan_in = 1
-        for dim in in_shape:
-            fan_in *= dim
-        self.kernel = nnx.Param(
-            fan_in_normal(rngs.params(), (*in_shape, *out_shape), fan_in, config.param_dtype, scale)
-        )
+        std = scale * math.prod(in_shape) ** -0.5
+        self.kernel = nnx.Param(draws.normal((*in_shape, *out_shape), std, config.param_dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., *in] -> [..., *out] in the compute dtype."""
@@ -108,12 +109,12 @@ def copying_output(config: ModelConfig, value: Projection, output: Projection) -
 class SwiGLU(nnx.Module):  # type: ignore[misc]
     """W_down (silu(W_gate x) * (W_up x))."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, draws: Draws) -> None:
         hidden, inner = (config.hidden_size,), (config.intermediate_size,)
-        self.gate_proj = Projection(config, hidden, inner, rngs=rngs)
-        self.up_proj = Projection(config, hidden, inner, rngs=rngs)
+        self.gate_proj = Projection(config, hidden, inner, draws=draws)
+        self.up_proj = Projection(config, hidden, inner, draws=draws)
         self.down_proj = Projection(
-            config, inner, hidden, rngs=rngs, scale=config.init.output_scale
+            config, inner, hidden, draws=draws, scale=config.init.output_scale
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -124,14 +125,11 @@ class SwiGLU(nnx.Module):  # type: ignore[misc]
 class Embedding(nnx.Module):  # type: ignore[misc]
     """Token embedding, [V, D]."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, draws: Draws) -> None:
         self.config = config
-        self.embedding = nnx.Param(
-            jax.random.normal(
-                rngs.params(), (config.vocab_size, config.hidden_size), config.param_dtype
-            )
-            * config.init.embed_std
-        )
+        shape = (config.vocab_size, config.hidden_size)
+        std = config.init.embed_std
+        self.embedding = nnx.Param(draws.normal(shape, std, config.param_dtype))
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """[...] int -> [..., D] in the compute dtype."""
