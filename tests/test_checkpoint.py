@@ -66,6 +66,20 @@ def test_a_train_state_goes_on_as_if_never_stored(tmp_path: Path) -> None:
     assert same_bits(update(restored, 1), update(first, 1))
 
 
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_step_compiled_before_serves_what_was_restored(tmp_path: Path, committed: bool) -> None:
+    made = jnp.ones(3)
+    if committed:
+        made = jax.device_put(made, jax.devices()[0])
+    checkpoint.save(tmp_path, 0, {"x": made})
+    restored = checkpoint.restore(tmp_path, 0, {"x": made})["x"]
+    assert restored.committed == made.committed == committed
+    compiled = jax.jit(lambda x: 2 * x)
+    compiled(made)
+    compiled(restored)
+    assert compiled._cache_size() == 1
+
+
 def test_the_newest_step_stays_and_the_older_ones_go(tmp_path: Path) -> None:
     for step in (3, 10):
         checkpoint.save(tmp_path, step, {"x": jnp.full(2, step)})

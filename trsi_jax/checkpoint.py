@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 _STEP = re.compile(r"^\d{6}$")
@@ -54,7 +56,15 @@ def restore(folder: Path, step: int, like: Any) -> Any:
     """
     target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore((folder / f"{step:06d}").absolute(), target)
+        restored = checkpointer.restore((folder / f"{step:06d}").absolute(), target)
+    return jax.tree.map(_placed_like, restored, like)
+
+
+def _placed_like(array: Any, like: Any) -> Any:
+    # Orbax pins arrays to a device. Where the original was not pinned, a step would compile
+    # once more for the same shapes.
+    pinned = like.committed if isinstance(like, jax.Array) else getattr(like, "sharding", None)
+    return array if pinned or not isinstance(array, jax.Array) else jnp.array(np.asarray(array))
 
 
 def _steps(folder: Path) -> list[int]:

@@ -117,10 +117,10 @@ class Context:
                     trajectories += self.reader.read(name)
                     part.advance(len(chunk), success=success_rate(trajectories))
                     continue
-                finished: list[Trajectory] = []
+                so_far = list(trajectories)
 
                 def progress(
-                    done: int, total: int, trajectory: Trajectory, seen: list[Trajectory] = finished
+                    done: int, total: int, trajectory: Trajectory, seen: list[Trajectory] = so_far
                 ) -> None:
                     seen.append(trajectory)
                     part.advance(1, success=success_rate(seen))
