@@ -24,7 +24,6 @@ VOCAB, CONTEXT, WIDTH = 61, 40, 8
 def tiny(**changes: Any) -> ModelConfig:
     small = {
         "hidden_size": 32,
-        "num_layers": 8,
         "intermediate_size": 48,
         "head_dim": 8,
         "rotary_dim": 4,
@@ -112,7 +111,7 @@ def test_sampled_logprobs_equal_those_of_the_training_forward(temperature: float
 def test_steps_equal_the_training_forward_in_fp64(changes: dict[str, Any]) -> None:
     with jax.enable_x64(True):
         wide = {"compute_dtype": "float64", "accum_dtype": "float64", "param_dtype": "float64"}
-        config = tiny(**changes, **wide)
+        config = tiny(**({"num_layers": 8} | changes), **wide)
         params = init_params(config, jax.random.key(0))
         params = jax.tree.map(
             lambda x: x + 0.05 * jnp.sin(jnp.arange(x.size).reshape(x.shape)), params

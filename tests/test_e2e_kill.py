@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -82,10 +83,13 @@ def descendants() -> dict[int, str]:
     return found
 
 
+@lru_cache
+def reader_of(out: Path) -> SegmentReader:
+    return SegmentReader(out / "store")
+
+
 def segments(out: Path, stage: str) -> tuple[str, ...]:
-    if not (out / "store").is_dir():
-        return ()
-    names = SegmentReader(out / "store").segments()
+    names = reader_of(out).segments()
     return tuple(n for n in names if n.startswith((f"{stage}/", f"evaluation/{stage}.")))
 
 

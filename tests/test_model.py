@@ -29,10 +29,9 @@ VOCAB = 61
 
 
 def tiny(**changes: Any) -> ModelConfig:
-    """A smaller cousin of the tiny preset: two groups of (3 GDN + 1 attention)."""
+    """A smaller cousin of the tiny preset."""
     small = {
         "hidden_size": 32,
-        "num_layers": 8,
         "intermediate_size": 48,
         "num_heads": 4,
         "num_kv_heads": 2,
@@ -173,7 +172,7 @@ def test_initialisation_is_a_function_of_the_key() -> None:
 
 @pytest.mark.parametrize("pattern", ["hybrid", "dense"])
 def test_packed_rows_equal_separate_rows(pattern: str) -> None:
-    config = tiny()
+    config = tiny(num_layers=8)  # Two groups, so that they are scanned.
     if pattern == "dense":
         config = tiny(
             layer_pattern=("full",),
@@ -218,6 +217,7 @@ def test_values_and_gradients_of_a_segment_ignore_the_others_and_the_padding() -
     assert first[0] == second[0]
     for path, grad in jax.tree_util.tree_leaves_with_path(first[1]):
         assert np.isfinite(grad).all(), jax.tree_util.keystr(path)
+        assert np.any(grad != 0), jax.tree_util.keystr(path)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), first[1], second[1])
 
 
@@ -226,31 +226,9 @@ def test_chunk_solver_and_remat_do_not_change_the_model() -> None:
     segments, positions = rows_of(11, 6, total=20)
     ids = np.random.default_rng(2).integers(0, VOCAB, (1, 20)).astype(np.int32)
     base = forward(tiny(), params, ids, segments, positions)
-    for change in (
-        {"gdn_chunk": 3},
-        {"gdn_chunk": 64, "gdn_solver": "solve"},
-        {"remat": True},
-    ):
+    for change in ({"gdn_chunk": 3, "remat": True}, {"gdn_chunk": 64, "gdn_solver": "solve"}):
         other = forward(tiny(**change), params, ids, segments, positions)
         np.testing.assert_allclose(other, base, atol=5e-4)
-
-
-def test_a_step_of_adamw_lowers_the_loss_and_moves_every_tensor() -> None:
-    config = tiny()
-    params = init_params(config, jax.random.key(0))
-    segments, positions = rows_of(20, total=20)
-    ids = np.random.default_rng(3).integers(0, VOCAB, (1, 20)).astype(np.int32)
-
-    def loss(params: Any) -> Any:
-        out = logits(config, params, hidden_states(config, params, ids, segments, positions))
-        logprob = jax.nn.log_softmax(out[0, :-1])
-        return -jnp.mean(jnp.take_along_axis(logprob, jnp.asarray(ids)[0, 1:, None], -1))
-
-    before, grad = jax.jit(jax.value_and_grad(loss))(params)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(grad):
-        assert np.any(leaf != 0), jax.tree_util.keystr(path)
-    after = jax.jit(loss)(jax.tree.map(lambda p, g: p - 0.05 * g, params, grad))
-    assert after < before
 
 
 def test_the_critic_starts_at_zero_on_a_trunk_of_its_own() -> None:
