@@ -260,6 +260,7 @@ OTHERS = {
     "backend": "docker",
     "split": "validation",
     "harnesses": "['general']",
+    "tiers": "['hard']",
     "never_shown": "['report']",
     "critic": "fresh",
     "kind": "strict",

@@ -158,7 +158,7 @@ def test_names_are_single_pieces_that_can_not_be_confused():
 
 def test_the_vocabulary_is_small_and_closed():
     vocab = set(vocabulary())
-    assert 150 <= len(vocab) <= 260
+    assert 120 <= len(vocab) <= 200
     used = set()
     for task in (*TASKS, *generate("train", 300, 3)):
         texts = [task.instruction, *task.steps, *(f"{c}\n" for c in task.oracle)]

@@ -52,6 +52,8 @@ def sample_record(index: int, seed: int = 0, shift: float = 0.0) -> StageRecord:
         ),
         seed=seed,
         config_digest="0123456789abcdef",
+        actor_digest="89abcdef01234567",
+        critic_digest="fedcba9876543210" if index > 1 else None,
         funnel={
             "attempts": 3600,
             "verified successes": 1204,
@@ -202,7 +204,14 @@ def test_the_report_is_well_formed_self_contained_and_shows_the_numbers(run: Pat
 
 def test_a_report_of_the_first_stage_alone_is_possible(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('name = "one"\n')
-    lone = StageRecord(0, StageRow("base", 0.0, (0.0, 0.03), 0.1), 0, "d" * 16)
+    lone = StageRecord(
+        0,
+        StageRow("base", 0.0, (0.0, 0.03), 0.1),
+        0,
+        "d" * 16,
+        actor_digest="a" * 16,
+        critic_digest=None,
+    )
     record.write(tmp_path, lone)
     assert build(tmp_path).stages == (lone.row,)
     assert Page((tmp_path / "report.html").read_text()).open == []

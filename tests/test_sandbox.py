@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -437,8 +438,10 @@ for family, address in {targets!r}:
 END"""
 
 
-def test_no_network_and_no_socket_of_the_host(sandboxed, tmp_path):
+def test_no_network_and_no_socket_of_the_host(sandboxed):
     with (
+        # The address of a Unix socket has at most 107 bytes: no deep folder of pytest's.
+        tempfile.TemporaryDirectory() as folder,
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.socket(socket.AF_UNIX) as abstract,
         socket.socket(socket.AF_UNIX) as named,
@@ -446,12 +449,12 @@ def test_no_network_and_no_socket_of_the_host(sandboxed, tmp_path):
         name = f"\0trsi-{os.getpid()}"
         abstract.bind(name)
         abstract.listen()
-        named.bind(str(tmp_path / "socket"))
+        named.bind(f"{folder}/socket")
         named.listen()
         targets = [
             (int(socket.AF_INET), server.getsockname()),
             (int(socket.AF_UNIX), name),
-            (int(socket.AF_UNIX), str(tmp_path / "socket")),
+            (int(socket.AF_UNIX), f"{folder}/socket"),
         ]
         attack = CONNECT.format(targets=targets)
         outside = subprocess.run(["bash", "-c", attack], capture_output=True, text=True, check=True)
