@@ -271,3 +271,16 @@ def test_rows_that_the_model_would_misread_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             check_rows(np.asarray(bad, np.int32))
+
+
+def test_mixers_of_the_tiny_preset_start_as_copiers() -> None:
+    """The output projection is `copy_scale` times the transposed value projection, head by head."""
+    config = preset("tiny", vocab_size=VOCAB)
+    groups = init_params(config, jax.random.key(0))["groups"]
+    gdn, attention = groups["gdn"]["mixer"], groups["attention"]["mixer"]
+    value = np.moveaxis(np.asarray(gdn["v_proj"]["kernel"]), 2, -1)
+    np.testing.assert_array_equal(gdn["o_proj"]["kernel"], config.init.copy_scale * value)
+    shared = np.moveaxis(np.asarray(attention["v_proj"]["kernel"]), 1, -1)
+    for head in range(config.num_heads):
+        output = np.asarray(attention["o_proj"]["kernel"])[:, head]
+        np.testing.assert_array_equal(output, config.init.copy_scale * shared[:, 0])
