@@ -248,7 +248,9 @@ def _compiling_ahead(context: Context) -> Iterator[None]:
             if isinstance(stage, RprStage):
                 rows = rpr.packed_like(context)
                 plain = rpr.packed_like(context, columns=False)
-                context.steps.critic.compile_ahead(executor, critic, rows, 0.0)
+                context.steps.critic.compile_ahead(
+                    executor, critic, rows, 0.0, value_clip=stage.value_clip
+                )
                 context.steps.values.compile_ahead(executor, critic_params, plain)
                 context.steps.actor.compile_ahead(
                     executor, actor, rows, 0.0, clip=stage.clip, temperature=stage.temperature

@@ -178,7 +178,9 @@ def _warm_up(
             explained[k] = _explained_variance(data)
             seed = prng.integer(context.config.seed, stage.name, "warm-up", k)
             for rows in _pack(context, data, seed, minibatches=1):
-                critic, metrics = context.steps.critic(critic, rows, stage.critic_learning_rate)
+                critic, metrics = context.steps.critic(
+                    critic, rows, stage.critic_learning_rate, value_clip=stage.value_clip
+                )
             part.advance(1, loss=float(metrics["loss"]), explained_variance=float(explained[k]))
     return critic, explained
 
@@ -212,7 +214,9 @@ def _iterate(
                     clip=stage.clip,
                     temperature=stage.temperature,
                 )
-                critic, of_critic = context.steps.critic(critic, rows, stage.critic_learning_rate)
+                critic, of_critic = context.steps.critic(
+                    critic, rows, stage.critic_learning_rate, value_clip=stage.value_clip
+                )
                 for name, value in of_actor.items():
                     sums.setdefault(f"actor/{name}", []).append(value)
                 for name, value in of_critic.items():

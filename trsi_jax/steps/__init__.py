@@ -36,7 +36,7 @@ class Steps:
     Attributes:
       optimizer: makes the states.
       sft: (state, batch, rate) -> (state, metrics); donates the state, like `critic` and `actor`.
-      critic: (state, batch, rate) -> (state, metrics).
+      critic: (state, batch, rate, *, value_clip) -> (state, metrics).
       actor: (state, batch, rate, *, clip, temperature) -> (state, metrics).
       values: (critic's params, batch) -> [R, L] float32.
     """
@@ -66,7 +66,7 @@ def compile_steps(config: model.ModelConfig, optimizer: optax.GradientTransforma
     return Steps(
         optimizer=optimizer,
         sft=bound(sft_step),
-        critic=bound(critic_step),
+        critic=bound(critic_step, ("value_clip",)),
         actor=bound(actor_step, ("clip", "temperature")),
         values=CompiledStep(partial(token_values, config), donate=False),
     )
