@@ -149,20 +149,22 @@ class RprStage(Section):
     kind: Literal["rpr"]
     name: StageName
     iterations: Annotated[int, Field(ge=1, lt=1000)]
-    tasks_per_iteration: Count = 32
-    samples: Count = 4
+    tasks_per_iteration: Count = 128
+    samples: Count = 1
+    """Attempts a task. A critic is the baseline, so different tasks teach more than repeats."""
     tiers: Annotated[tuple[Tier, ...], Field(min_length=1)] = TIERS
     """Tiers that training tasks are drawn from: what is always solved teaches nothing."""
     temperature: Positive = 1.0
     actor_learning_rate: Positive
-    actor_warmup_steps: Annotated[int, Field(ge=0)] = 16
+    actor_warmup_steps: Annotated[int, Field(ge=0)] = 8
     """Updates over which the actor's rate rises: a fresh Adam's first steps are the largest."""
     critic_learning_rate: Positive = 5e-4
     critic: Literal["handover", "fresh"] = "handover"
     """Start from the critic of the previous RPR stage, or always from the actor's trunk."""
     warm_up_rounds: Annotated[int, Field(ge=0)] = 4
-    warm_up_batches: Count = 2
-    epochs: Count = 2
+    warm_up_batches: Count = 4
+    epochs: Count = 1
+    """Passes over a batch. Fresh episodes are cheap here, and a second pass mostly adds noise."""
     minibatches: Count = 2
     clip: Positive = 0.2
     value_clip: Positive | None = None

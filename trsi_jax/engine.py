@@ -84,7 +84,7 @@ class JaxEngine:
         *,
         context_len: int,
         max_sessions: int = 128,
-        block_width: int = 32,
+        block_width: int = 64,
         linger_s: float = 0.1,
         steps_per_call: int = 32,
         version: int = 0,
@@ -97,7 +97,8 @@ class JaxEngine:
           params: tree of `init_params`; the engine never writes or donates it.
           context_len: longest prompt and completion together.
           max_sessions: most sessions (and requests outside one) that are live at once.
-          block_width: slots of one block.
+          block_width: slots of one block; wide ones cost less a token, several overlap with what
+            their sessions do between two requests.
           linger_s: how long a block waits for further requests after the last one.
           steps_per_call: tokens a row reads before aborts and deadlines are looked at again.
           version: of `params`.
@@ -125,7 +126,7 @@ class JaxEngine:
         self._engine_id = engine_id
         self._linger_s = linger_s
         self._steps = steps_per_call
-        self._width = block_width
+        self._width = min(block_width, max_sessions)
         self._caps = EngineCaps(
             seeded_sampling=True,
             hybrid=config.uses_gdn,
