@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -178,6 +180,43 @@ def test_seeds_are_a_range_or_a_list(text: str, numbers: list[int]) -> None:
 def test_other_seeds_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="--seeds"):
         seeds.parse(text)
+
+
+def test_cores_are_shared_out_equally_and_never_twice() -> None:
+    assert seeds.split_cores([0, 1, 4, 5, 6], 2) == [[0, 1], [4, 5]]
+    assert seeds.split_cores([3], 1) == [[3]]
+    with pytest.raises(UserError, match="--jobs 3: at most 2"):
+        seeds.split_cores([0, 1], 3)
+
+
+ONE_STAGE = """
+name = "one"
+[[stages]]
+name = "base"
+kind = "base"
+steps = 2
+[evaluation]
+tasks = 4
+repeats = 1
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_seeds_side_by_side_end_in_one_table_and_a_failure_names_its_seed(tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text(ONE_STAGE)
+    arguments = ("seeds", "one.toml", "--seeds", "0,1", "--jobs", "2")
+    done = trsi(*arguments, "-o", "checkpoint_every=7", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for seed in (0, 1):
+        assert f"seed {seed}: base" in done.stdout
+        assert f"seed = {seed}" in (tmp_path / f"runs/one-{seed}/config.toml").read_text()
+    found = json.loads((tmp_path / "runs/one-seeds/seeds.json").read_text())
+    assert found["seeds"] == [0, 1]
+    # The folders hold another configuration now: the seed's own line comes through.
+    done = trsi(*arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.match(r"trsi: seeds: seed [01] failed: .*holds a run of another", done.stderr)
+    assert done.stderr.count("\n") == 1
 
 
 class Clock:
