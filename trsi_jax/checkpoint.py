@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import re
 import shutil
 from pathlib import Path
@@ -27,15 +30,28 @@ def save(folder: Path, step: int, tree: Any) -> Path:
 
     Returns:
       The new checkpoint's path.
+
+    Raises:
+      OSError: the disk has no room for the arrays; nothing was written.
     """
     path = (folder / f"{step:06d}").absolute()
     if not path.exists():
+        _check_room(path.parent, tree)
+        # Its threads report each array's failure at length, and then the failure is raised.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(path, tree)
     for older in _steps(folder):
         if older < step:
             shutil.rmtree(folder / f"{older:06d}", ignore_errors=True)
     return path
+
+
+def _check_room(folder: Path, tree: Any) -> None:
+    """Find a full disk before a dozen threads run into it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if shutil.disk_usage(folder).free < sum(leaf.nbytes for leaf in jax.tree.leaves(tree)):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def latest(folder: Path) -> int | None:
