@@ -48,7 +48,7 @@ class GatedDeltaNet(nnx.Module):  # type: ignore[misc]
         key_dims = (config.gdn_key_heads, config.gdn_key_dim)
         value_dims = (config.gdn_value_heads, config.gdn_value_dim)
         heads = config.gdn_value_heads
-        init, dtype = config.init, config.param_dtype
+        init, dtype = config.init, config.vector_dtype
         self.q_proj = Projection(config, hidden, key_dims, draws=draws)
         self.k_proj = Projection(config, hidden, key_dims, draws=draws)
         self.v_proj = Projection(config, hidden, value_dims, draws=draws)
