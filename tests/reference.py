@@ -104,7 +104,7 @@ _SMALL = {
         "intermediate_size": 12,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 4,
+        "head_dim": 8,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 2,

@@ -24,6 +24,7 @@ def read_description(directory: Path) -> Any:
       UserError: when there is no readable `config.json`, or one of another family.
     """
     # Imported here: it takes about a second, and most runs read no checkpoint.
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     path = directory / "config.json"
@@ -31,9 +32,9 @@ def read_description(directory: Path) -> Any:
         raise UserError(f"no config.json in {directory}; a Hugging Face model directory is needed")
     try:
         description = AutoConfig.from_pretrained(str(directory))
-    except (ValueError, TypeError, OSError, KeyError) as error:
-        reason = str(error).strip().splitlines()
-        raise UserError(f"{path}: {reason[0] if reason else type(error).__name__}") from error
+    except (ValueError, TypeError, OSError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{path}: {reason}") from error
     if description.model_type not in _FAMILIES:
         raise UserError(
             f"{path}: model_type {description.model_type!r} is not one of {', '.join(_FAMILIES)}"

@@ -6,14 +6,14 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rollout.errors import UserError
 from trsi_jax.model.config import ModelConfig
@@ -155,22 +155,48 @@ def _write_shard(
                 file.close()
 
 
-@partial(jax.jit, static_argnames="dtype")
-def _slice(leaf: jax.Array, layer: tuple[int, ...], dtype: Any) -> jax.Array:
-    return leaf[layer].astype(dtype)
-
-
 def _fetch(leaf: Any, part: names.Part, stored: Stored) -> Bits:
     """One layer of a parameter on the host in the storage dtype, [in, out] or as it is stored."""
     dtype = DTYPES[stored.dtype]
-    # Without 64-bit types a device cannot widen to float64; the host does.
-    on_device = jax.dtypes.canonicalize_dtype(dtype)
-    piece = _slice(leaf, part.layer, on_device)
-    if not piece.is_fully_addressable:
-        piece = multihost_utils.process_allgather(piece, tiled=True)
-    numbers = np.asarray(piece).astype(dtype, copy=False)
+    if isinstance(leaf, jax.Array) and (len(leaf.devices()) > 1 or _on_accelerator(leaf)):
+        piece = np.asarray(_gather(leaf, part.layer, dtype).addressable_data(0))
+    else:
+        piece = np.asarray(leaf)[part.layer]  # A view of the host's memory.
+    with np.errstate(over="ignore"):  # What overflows is found and named by the caller.
+        numbers = piece.astype(dtype, copy=False)
     ins = math.prod(part.in_shape)
     return numbers.reshape(ins, -1) if part.in_shape else numbers.reshape(len(numbers), -1)
+
+
+def _on_accelerator(leaf: jax.Array) -> bool:
+    return any(device.platform != "cpu" for device in leaf.devices())
+
+
+def _gather(leaf: jax.Array, layer: tuple[int, ...], dtype: Any) -> jax.Array:
+    """One layer of a parameter on every device, narrowed there before it travels."""
+    # Without 64-bit types a device cannot widen to float64; the host does.
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    if not isinstance(leaf.sharding, NamedSharding):
+        return _slice(None, dtype)(leaf, layer)
+    mesh = leaf.sharding.mesh
+    # A layer is cut out of stacked axes that may be sharded, which a mesh with explicit axes
+    # refuses: the same shards are looked at through one that places by itself.
+    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    seen = jax.make_array_from_single_device_arrays(
+        leaf.shape,
+        NamedSharding(auto, leaf.sharding.spec),
+        [shard.data for shard in leaf.addressable_shards],
+    )
+    everywhere = NamedSharding(auto, PartitionSpec())  # type: ignore[no-untyped-call]
+    return _slice(everywhere, dtype)(seen, layer)
+
+
+@lru_cache(maxsize=16)
+def _slice(sharding: Any, dtype: Any) -> Callable[[Any, tuple[int, ...]], jax.Array]:
+    def cut(leaf: jax.Array, layer: tuple[int, ...]) -> jax.Array:
+        return leaf[layer].astype(dtype)
+
+    return jax.jit(cut, out_shardings=sharding)
 
 
 def _rows(numbers: Bits, part: names.Part, stored: Stored, directory: Path) -> Iterator[Bits]:
