@@ -296,29 +296,27 @@ from trsi_jax.model import ModelConfig, load_params, save_params
 base, out, limit = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 config = ModelConfig.from_hf(base)
 params = load_params(base, config)
-if limit:
-    # The kernel ends a process that writes a file beyond this, in the middle of a tensor.
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+# The kernel ends a process that writes a file beyond this, in the middle of a tensor.
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 save_params(out, config, params, base=base)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_export_publishes_nothing_and_the_next_one_succeeds(tmp_path: Path) -> None:
     base = small_directory(tmp_path / "base")
     out = tmp_path / "out"
     limit = max(path.stat().st_size for path in base.glob("*.safetensors")) * 2 // 3
 
-    def export(limit: int) -> int:
-        command = [sys.executable, "-c", KILLED, str(base), str(out), str(limit)]
-        return subprocess.run(command, cwd=ROOT, env=_environment(), check=False).returncode
-
-    assert export(limit) == -signal.SIGXFSZ
+    command = [sys.executable, "-c", KILLED, str(base), str(out), str(limit)]
+    killed = subprocess.run(command, cwd=ROOT, env=_environment(), check=False)
+    assert killed.returncode == -signal.SIGXFSZ
     assert not out.exists()
     partial = tmp_path / ".out.partial"
-    assert partial.is_dir()
-    (partial / "stale").write_text("of the killed export")
-    assert export(0) == 0
+    assert 0 < sum(path.stat().st_size for path in partial.iterdir()) <= 2 * limit
+    config = ModelConfig.from_hf(base)
+    save_params(out, config, load_params(base, config), base=base)
     assert same_files(base, out)
     assert not partial.exists()
 
@@ -424,6 +422,7 @@ print("PEAK", peak - before, "SHARDS", shards)
 """
 
 
+@pytest.mark.slow
 def test_host_memory_stays_below_the_shards_and_one_tensor(tmp_path: Path) -> None:
     description = reference.description("dense")
     for key, value in (("hidden_size", 256), ("intermediate_size", 4096), ("vocab_size", 20_000)):
