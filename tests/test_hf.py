@@ -304,6 +304,7 @@ save_params(out, config, params, base=base)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_killed_export_publishes_nothing_and_the_next_one_succeeds(tmp_path: Path) -> None:
     base = small_directory(tmp_path / "base")
     out = tmp_path / "out"
@@ -358,6 +359,7 @@ print("READ", sum(count))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_each_of_two_processes_reads_only_its_shards(tmp_path: Path) -> None:
     processes = 2
     base = small_directory(tmp_path / "base")
@@ -423,6 +425,7 @@ print("PEAK", peak - before, "SHARDS", shards)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_host_memory_stays_below_the_shards_and_one_tensor(tmp_path: Path) -> None:
     description = reference.description("dense")
     for key, value in (("hidden_size", 256), ("intermediate_size", 4096), ("vocab_size", 20_000)):

@@ -7,6 +7,7 @@ import math
 from functools import partial
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -295,6 +296,23 @@ def test_compute_in_bfloat16_keeps_logits_and_values_in_fp32() -> None:
     assert np.isfinite(out).all()
     critic = init_value_params(config, params)
     assert evaluate(config, critic, ids, segments, positions).dtype == jnp.float32
+
+
+def test_definitions_bind_the_same_without_the_graph_mode_of_nnx() -> None:
+    # Graph mode is going to be off by default in flax; a module then may hold no shared reference.
+    config = tiny(num_layers=8, max_position=512)  # A configuration that nothing has cached.
+    rows = jax.ShapeDtypeStruct((2, 9), jnp.int32)
+    before = flax.config.nnx_graph_mode
+    flax.config.update("nnx_graph_mode", not before)
+    try:
+        out = jax.eval_shape(
+            lambda params, ids: hidden_states(config, params, ids, ids, ids),
+            abstract_params(config),
+            rows,
+        )
+    finally:
+        flax.config.update("nnx_graph_mode", before)
+    assert out.shape == (2, 9, config.hidden_size)
 
 
 def test_rows_that_the_model_would_misread_are_refused() -> None:

@@ -35,6 +35,7 @@ from trsi_jax.model.hf.files import (
 from trsi_jax.model.hf.match import match
 
 _COPY_BYTES = 16 << 20
+_replicated: Any = PartitionSpec
 _SPELLED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
@@ -187,8 +188,7 @@ def _gather(leaf: jax.Array, layer: tuple[int, ...], dtype: Any) -> jax.Array:
         NamedSharding(auto, leaf.sharding.spec),
         [shard.data for shard in leaf.addressable_shards],
     )
-    everywhere = NamedSharding(auto, PartitionSpec())  # type: ignore[no-untyped-call]
-    return _slice(everywhere, dtype)(seen, layer)
+    return _slice(NamedSharding(auto, _replicated()), dtype)(seen, layer)
 
 
 @lru_cache(maxsize=16)
