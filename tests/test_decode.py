@@ -145,6 +145,7 @@ def wide_model(changes: dict[str, Any]) -> tuple[ModelConfig, Any]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, DENSE], ids=["hybrid", "dense"])
 def test_prefill_with_lengths_of_rows_and_then_steps_equal_the_training_forward(
     changes: dict[str, Any],
