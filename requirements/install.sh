@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes or updates the virtual environment: sh requirements/install.sh [test]
+# Makes or updates the virtual environment: sh requirements/install.sh [test | parity]
 # Needs a Python >= 3.11 and nothing else; no root. VENV and PYTHON choose the folder and interpreter.
 set -eu
 cd "$(dirname "$0")/.."
@@ -26,7 +26,10 @@ case $("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') in
   *) lock=requirements/py312 ;;
 esac
 files="$lock.txt"
-if [ "$extra" = test ]; then files="$lock.txt $lock-test.txt"; fi
+case $extra in
+  test) files="$lock.txt $lock-test.txt" ;;
+  parity) files="$lock.txt $lock-test.txt requirements/parity.txt" ;;
+esac
 
 # What was installed, and where: an unchanged lock in an unmoved folder means there is nothing to do.
 stamp=$venv/.trsi-setup$extra
@@ -68,12 +71,12 @@ if [ "$python" != "$venv/bin/python" ]; then
 fi
 
 count=$(cat $files | grep -c '==')
-say "installing $count packages from $(echo "$files" | sed 's/ / and /'), one to three minutes"
+say "installing $count packages from $(echo "$files" | sed 's/ / and /g'), one to three minutes"
 pip="$venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check"
 # Compiling every module of every package takes as long as installing; Python compiles what it runs.
 pip="$pip --progress-bar off --no-compile"
 for file in $files; do set -- "$@" -r "$file"; done
-if [ "$extra" = test ]; then shift; fi
+if [ -n "$extra" ]; then shift; fi
 $pip "$@" || stop 'pip could not install; its message is above (is the network reachable?)'
 $pip --no-deps --no-build-isolation --editable . || stop 'pip could not install trsi-jax itself'
 # Proves that the command works, and compiles what it imports.

@@ -31,6 +31,7 @@ PIECE_PATTERN = r" ?[a-z]+| ?[A-Z]+| ?[0-9]+| ?[!-/:-@\[-`{-~]+|\n"
 """Words, numbers and runs of operators, each with the space before it; a newline alone."""
 
 _FILE = "tokenizer.json"
+_FILES = (_FILE, "vocab.json")
 
 
 class Tokenizer:
@@ -96,15 +97,26 @@ class Tokenizer:
 
 
 def load(directory: Path) -> Tokenizer:
-    """The tokenizer of a `transformers` directory with a fast tokenizer.
+    """The fast tokenizer of a Hugging Face directory, as `transformers` reads it.
 
     Raises:
-      UserError: when the directory holds no `tokenizer.json`, or one without Qwen's markers.
+      UserError: when the directory holds no fast tokenizer, or one without Qwen's markers.
     """
-    path = directory / _FILE
-    if not path.is_file():
-        raise UserError(f"no {_FILE} in {directory}; a directory with a fast tokenizer is needed")
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(path)), origin=str(path))
+    # Imported here: it takes about a second, and the embedded run reads no directory.
+    from transformers import AutoTokenizer
+
+    if not any((directory / name).is_file() for name in _FILES):
+        raise UserError(f"none of {', '.join(_FILES)} in {directory}; a fast tokenizer is needed")
+    try:
+        found = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except (ValueError, TypeError, KeyError, OSError, AttributeError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{directory}: no readable tokenizer ({reason})") from error
+    full = getattr(found, "backend_tokenizer", None)
+    if full is None:
+        raise UserError(f"{directory}: {type(found).__name__} is no fast tokenizer")
+    # A copy: `transformers` switches padding and truncation of its own on and off.
+    return Tokenizer(tokenizers.Tokenizer.from_str(full.to_str()), origin=str(directory))
 
 
 def shell_tokenizer(pieces: Iterable[str], *, runs: Sequence[str] = ()) -> Tokenizer:

@@ -16,7 +16,18 @@ import numpy as np
 import pytest
 
 from trsi_jax.model import ModelConfig, hidden_states, init_params, logits, preset
-from trsi_jax.model.decode import Cache, Rows, advance, clear_slots, decode_step, init_cache, sample
+from trsi_jax.model.decode import (
+    Cache,
+    Rows,
+    advance,
+    clear_slots,
+    decode_step,
+    init_cache,
+    prefill,
+    rewind,
+    sample,
+    snapshot,
+)
 
 VOCAB, CONTEXT, WIDTH = 61, 40, 8
 
@@ -110,12 +121,7 @@ def test_sampled_logprobs_equal_those_of_the_training_forward(temperature: float
 @pytest.mark.parametrize("changes", [{}, DENSE], ids=["hybrid", "dense"])
 def test_steps_equal_the_training_forward_in_fp64(changes: dict[str, Any]) -> None:
     with jax.enable_x64(True):
-        wide = {"compute_dtype": "float64", "accum_dtype": "float64", "param_dtype": "float64"}
-        config = tiny(**({"num_layers": 8} | changes), **wide)
-        params = init_params(config, jax.random.key(0))
-        params = jax.tree.map(
-            lambda x: x + 0.05 * jnp.sin(jnp.arange(x.size).reshape(x.shape)), params
-        )
+        config, params = wide_model(changes)
         tokens = np.random.default_rng(0).integers(0, VOCAB, (WIDTH, CONTEXT))
         lengths = jnp.asarray([40, 1, 7, 8, 9, 16, 33, 39])
         expected = training_logits(config, params, tokens, lengths)
@@ -127,6 +133,88 @@ def test_steps_equal_the_training_forward_in_fp64(changes: dict[str, Any]) -> No
             real = np.flatnonzero(t < lengths)
             np.testing.assert_allclose(scores[real], expected[real, t], atol=1e-9)
         assert np.array_equal(cache.length, lengths)
+
+
+def wide_model(changes: dict[str, Any]) -> tuple[ModelConfig, Any]:
+    """Two groups in fp64 with every parameter off its start."""
+    wide = {"compute_dtype": "float64", "accum_dtype": "float64", "param_dtype": "float64"}
+    config = tiny(**({"num_layers": 8} | changes), **wide)
+    params = init_params(config, jax.random.key(0))
+    return config, jax.tree.map(
+        lambda x: x + 0.05 * jnp.sin(jnp.arange(x.size).reshape(x.shape)), params
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, DENSE], ids=["hybrid", "dense"])
+def test_prefill_with_lengths_of_rows_and_then_steps_equal_the_training_forward(
+    changes: dict[str, Any],
+) -> None:
+    with jax.enable_x64(True):
+        config, params = wide_model(changes)
+        tokens = np.random.default_rng(0).integers(0, VOCAB, (WIDTH, CONTEXT))
+        expected = training_logits(config, params, tokens, jnp.full(WIDTH, CONTEXT))
+        # Around the chunk of 8, nothing at all, and the second call goes on in mid-chunk.
+        first = np.asarray([17, 1, 7, 8, 9, 16, 0, 2])
+        second = np.asarray([3, 17, 1, 0, 8, 9, 5, 2])
+        cache, at = init_cache(config, WIDTH, CONTEXT), np.zeros(WIDTH, int)
+        for lengths in (first, second):
+            rows = np.full((WIDTH, 17), VOCAB - 1)  # Padding of no meaning.
+            for row, length in enumerate(lengths):
+                rows[row, :length] = tokens[row, at[row] : at[row] + length]
+            before = jax.tree.map(np.array, cache)
+            hidden, cache = prefill(config, params, cache, jnp.asarray(rows), jnp.asarray(lengths))
+            at = at + lengths
+            scores = logits(config, params, hidden)
+            read = np.flatnonzero(lengths)
+            np.testing.assert_allclose(scores[read], expected[read, at[read] - 1], atol=1e-9)
+            for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(cache), strict=True):
+                rows_of = (lambda leaf: leaf[None]) if old.ndim == 1 else (lambda leaf: leaf)
+                idle = lengths == 0
+                assert np.array_equal(rows_of(old)[:, idle], rows_of(np.asarray(new))[:, idle])
+        assert np.array_equal(cache.length, first + second)
+        step = jax.jit(decode_step, static_argnums=0)
+        for _ in range(4):
+            fed = tokens[np.arange(WIDTH), at]
+            hidden, cache = step(config, params, cache, fed, jnp.ones(WIDTH, bool))
+            scores = logits(config, params, hidden)
+            np.testing.assert_allclose(scores, expected[np.arange(WIDTH), at], atol=1e-9)
+            at = at + 1
+
+
+def test_a_prefill_beyond_a_slot_or_its_tokens_names_the_row() -> None:
+    config = tiny()
+    params = init_params(config, jax.random.key(0))
+    cache = init_cache(config, 2, 10)
+    cache = dataclasses.replace(cache, length=jnp.asarray([0, 8]))
+    tokens = jnp.zeros((2, 4), jnp.int32)
+    with pytest.raises(ValueError, match="row 1 has read 8 tokens and would read 3 more; its slot"):
+        prefill(config, params, cache, tokens, jnp.asarray([4, 3]))
+    for length in (5, -1):
+        with pytest.raises(ValueError, match=f"row 0 is to read {length} tokens of the 4 given"):
+            prefill(config, params, cache, tokens, jnp.asarray([length, 1]))
+
+
+def test_a_turn_may_be_taken_back_to_the_snapshot_at_its_start() -> None:
+    config = tiny()
+    params = init_params(config, jax.random.key(0))
+    prompts = prompts_of(6, 9, 3)
+    cache, first = run(config, params, rows_for(prompts, [4, 4, 4]))
+    ends = [int(n) for n in cache.length[:3]]
+    saved = snapshot(cache)
+    # A turn that is thrown away in rows 0 and 1; row 2 goes on from it.
+    contexts = [first.tokens[row, : ends[row]].tolist() for row in range(3)]
+    thrown = [[*context, 5, 6, 7] for context in contexts]
+    cache, after = run(config, params, rows_for(thrown, [6, 6, 6]), cache)
+    cache = rewind(cache, saved, jnp.arange(WIDTH) < 2)
+    assert cache.length[:2].tolist() == ends[:2]
+    assert int(cache.length[2]) == ends[2] + 8
+    kept = after.tokens[2, : ends[2] + 9].tolist()
+    taken = [[*contexts[0], 9], [*contexts[1], 9], [*kept, 4]]
+    _, warm = run(config, params, rows_for(taken, [5, 5, 5]), cache)
+    _, cold = run(config, params, rows_for(taken, [5, 5, 5]))
+    assert np.array_equal(warm.tokens[:3], cold.tokens[:3])
+    assert np.array_equal(warm.logprobs[:3], cold.logprobs[:3])
 
 
 def test_a_row_is_bitwise_the_same_in_any_slot_and_company() -> None:

@@ -7,6 +7,7 @@ import math
 from functools import partial
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -221,6 +222,41 @@ def test_values_and_gradients_of_a_segment_ignore_the_others_and_the_padding() -
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), first[1], second[1])
 
 
+@pytest.mark.parametrize("pattern", ["hybrid", "dense"])
+def test_gradients_of_a_packed_row_are_the_sum_of_those_of_separate_rows(pattern: str) -> None:
+    wide = {"compute_dtype": "float64", "accum_dtype": "float64", "param_dtype": "float64"}
+    dense = {"layer_pattern": ("full",), "num_layers": 1, "gated_attention": False}
+    with jax.enable_x64(True):
+        config = tiny(**(dense if pattern == "dense" else {}), **wide)
+        params = noisy(config)
+        lengths, total = (5, 1, 9, 3), 18
+        ids = np.random.default_rng(3).integers(0, VOCAB, total).astype(np.int32)
+        cotangent = jnp.asarray(np.random.default_rng(4).normal(size=(total, VOCAB)))
+
+        @jax.jit
+        def gradient(params: Any, ids: Any, segments: Any, positions: Any, weight: Any) -> Any:
+            def loss(params: Any) -> Any:
+                hidden = hidden_states(config, params, ids, segments, positions)
+                return jnp.sum(logits(config, params, hidden)[0] * weight)
+
+            return jax.grad(loss)(params)
+
+        packed = gradient(params, ids[None], *rows_of(*lengths, total=total), cotangent)
+        parts, at = [], 0
+        for length in lengths:
+            row, weight = np.zeros((1, total), np.int32), jnp.zeros((total, VOCAB))
+            row[0, :length] = ids[at : at + length]
+            weight = weight.at[:length].set(cotangent[at : at + length])
+            parts.append(gradient(params, row, *rows_of(length, total=total), weight))
+            at += length
+        for path, leaf in jax.tree_util.tree_leaves_with_path(packed):
+            name = jax.tree_util.keystr(path)
+            whole = sum(dict(jax.tree_util.tree_leaves_with_path(part))[path] for part in parts)
+            scale = float(np.abs(whole).max())
+            assert scale > 0, name
+            np.testing.assert_allclose(leaf, whole, rtol=0, atol=1e-9 * scale, err_msg=name)
+
+
 def test_chunk_solver_and_remat_do_not_change_the_model() -> None:
     params = noisy(tiny())
     segments, positions = rows_of(11, 6, total=20)
@@ -260,6 +296,23 @@ def test_compute_in_bfloat16_keeps_logits_and_values_in_fp32() -> None:
     assert np.isfinite(out).all()
     critic = init_value_params(config, params)
     assert evaluate(config, critic, ids, segments, positions).dtype == jnp.float32
+
+
+def test_definitions_bind_the_same_without_the_graph_mode_of_nnx() -> None:
+    # Graph mode is going to be off by default in flax; a module then may hold no shared reference.
+    config = tiny(num_layers=8, max_position=512)  # A configuration that nothing has cached.
+    rows = jax.ShapeDtypeStruct((2, 9), jnp.int32)
+    before = flax.config.nnx_graph_mode
+    flax.config.update("nnx_graph_mode", not before)
+    try:
+        out = jax.eval_shape(
+            lambda params, ids: hidden_states(config, params, ids, ids, ids),
+            abstract_params(config),
+            rows,
+        )
+    finally:
+        flax.config.update("nnx_graph_mode", before)
+    assert out.shape == (2, 9, config.hidden_size)
 
 
 def test_rows_that_the_model_would_misread_are_refused() -> None:

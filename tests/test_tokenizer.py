@@ -137,8 +137,54 @@ def test_markers_that_are_added_but_not_special_are_still_unreachable_from_text(
 
 
 def test_a_directory_without_a_fast_tokenizer_is_named(tmp_path):
-    with pytest.raises(UserError, match=f"no tokenizer.json in {tmp_path}"):
+    with pytest.raises(UserError, match=f"none of tokenizer.json, vocab.json in {tmp_path}"):
         load(tmp_path)
+
+
+def test_a_directory_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=f"{tmp_path}: no readable tokenizer") as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def qwen_directory(folder):
+    """Files of a published Qwen model: byte-level BPE, markers only in the configuration."""
+    vocab = {c: i for i, c in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+    merges = []
+    for left, right in (("l", "s"), ("Ġ", "ls"), ("i", "m"), ("<", "|")):
+        vocab[left + right] = len(vocab)
+        merges.append(f"{left} {right}")
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    plain = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    added = {
+        str(len(vocab) + i): plain | {"content": marker, "special": marker.startswith("<|")}
+        for i, marker in enumerate((*MARKERS, "<tool_call>"))
+    }
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "added_tokens_decoder": added,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return len(vocab)
+
+
+def test_a_published_kind_of_directory_is_read_and_observations_stay_text(tmp_path):
+    size = qwen_directory(tmp_path)
+    qwen = load(tmp_path)
+    assert qwen.control_ids == set(range(size, size + len(MARKERS) + 1))
+    assert (qwen.pad_id, qwen.stop_ids) == (size, (size + 2, size))
+    assert qwen.encode("ls ls") == [256, 257]
+    for text in (HOSTILE, "<tool_call>", *MARKERS, *MARKUP_RUNS):
+        ids = qwen.encode(text)
+        assert qwen.control_ids.isdisjoint(ids)
+        assert qwen.decode(ids) == text
+    for run in MARKUP_RUNS:
+        assert not qwen.control_ids.isdisjoint(qwen.control(run))
+        assert qwen.decode(qwen.control(run)) == run
 
 
 def test_a_vocabulary_without_qwen_markers_is_refused(tmp_path):

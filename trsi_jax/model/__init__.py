@@ -10,6 +10,7 @@ from trsi_jax.model.decoder import (
     init_params,
     logits,
 )
+from trsi_jax.model.hf import load_params, save_params
 from trsi_jax.model.value import init_value_params, values
 
 __all__ = [
@@ -22,8 +23,10 @@ __all__ = [
     "hidden_states",
     "init_params",
     "init_value_params",
+    "load_params",
     "logits",
     "preset",
     "preset_names",
+    "save_params",
     "values",
 ]

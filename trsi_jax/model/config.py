@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 LayerKind = Literal["linear", "full"]
@@ -54,7 +55,8 @@ class ModelConfig:
       gdn_solver: "solve" (triangular solve) or "ladder" (block inverse by products only).
       compute_dtype: dtype of the projections and the residual stream.
       accum_dtype: dtype of norms, softmax, decay, the recurrent state and the logits.
-      param_dtype: dtype that new parameters are made in.
+      param_dtype: dtype that parameters are made and imported in; norm scales and the decay's
+        parameters are held in float32 at least.
       remat: recompute each group of layers in the backward pass.
       init: the from-scratch initialiser.
     """
@@ -131,6 +133,30 @@ class ModelConfig:
             self.gdn_solver in ("solve", "ladder"),
             f"gdn_solver {self.gdn_solver!r} is not 'solve' or 'ladder'",
         )
+
+    @classmethod
+    def from_hf(cls, directory: Path) -> ModelConfig:
+        """The model of a Hugging Face directory (`config.json` of `qwen3_5` or dense `qwen3`).
+
+        Args:
+          directory: as published or saved by `transformers`; weights are not looked at.
+
+        Returns:
+          The configuration, named after the directory, with rematerialisation on; parameters are
+          float32 (of a float64 file float64) and the compute dtype is the file's;
+          `dataclasses.replace` changes either.
+
+        Raises:
+          UserError: names the file, the key and its value where the model would not be ours.
+        """
+        from trsi_jax.model.hf.description import model_config
+
+        return model_config(directory)
+
+    @property
+    def vector_dtype(self) -> str:
+        """Dtype of norm scales, decay rates and step sizes: rounding these to 16 bits hurts."""
+        return "float32" if self.param_dtype in ("bfloat16", "float16") else self.param_dtype
 
     @property
     def uses_gdn(self) -> bool:

@@ -3,7 +3,8 @@
 Every row is independent of the others: it has its own length, limit, stop ids, temperature and
 key, and a row that is finished is frozen (beta = 0, decay 1). Known tokens are fed one by one
 through the same step that samples, so a row's numbers do not depend on how its context was split
-over calls, nor on what runs in the other rows.
+over calls, nor on what runs in the other rows. `prefill` reads a long context by chunks instead,
+equal up to rounding.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from trsi_jax.model.attention import attend
 from trsi_jax.model.config import ModelConfig
 from trsi_jax.model.decoder import AttentionLayer, GatedDeltaLayer, Params, bind, logits
-from trsi_jax.model.gated_delta import gated_delta_step
+from trsi_jax.model.gated_delta import causal_conv, gated_delta_step
 from trsi_jax.model.layers import Embedding, RMSNorm
 
 
@@ -147,6 +149,51 @@ def clear_slots(cache: Cache, slots: jax.Array) -> Cache:
     )
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["conv", "state", "length"], meta_fields=[])
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a block of slots needs to go back to a turn's end: `Cache` without keys and values.
+
+    A recurrent state cannot be rolled back, but keys and values of attention can: those behind
+    the length are never visible.
+    """
+
+    conv: tuple[jax.Array, ...]
+    state: tuple[jax.Array, ...]
+    length: jax.Array
+
+
+def snapshot(cache: Cache) -> Snapshot:
+    """A copy of the recurrent part of a cache, which a later call may donate."""
+    saved: Snapshot = jax.tree.map(jnp.copy, Snapshot(cache.conv, cache.state, cache.length))
+    return saved
+
+
+def rewind(cache: Cache, saved: Snapshot, slots: jax.Array) -> Cache:
+    """Take the slots marked true back to where they were; the next turn reads only what is new.
+
+    Args:
+      cache: of the block; the marked slots have only read on since the snapshot was taken.
+      saved: of the same block.
+      slots: [B] bool.
+
+    Returns:
+      The cache; other slots are untouched.
+    """
+
+    def back(now: jax.Array, then: jax.Array, axis: int) -> jax.Array:
+        shape = [1] * now.ndim
+        shape[axis] = -1
+        return jnp.where(slots.reshape(shape), then, now)
+
+    return replace(
+        cache,
+        conv=tuple(back(*leaves, 1) for leaves in zip(cache.conv, saved.conv, strict=True)),
+        state=tuple(back(*leaves, 1) for leaves in zip(cache.state, saved.state, strict=True)),
+        length=back(cache.length, saved.length, 0),
+    )
+
+
 def decode_step(
     config: ModelConfig, params: Params, cache: Cache, token_ids: jax.Array, active: jax.Array
 ) -> tuple[jax.Array, Cache]:
@@ -167,17 +214,16 @@ def decode_step(
     rows = jnp.arange(token_ids.shape[0])
     position = cache.length
     visible = jnp.arange(cache.key.shape[2])[None, :] <= position[:, None]
-    repeat = config.gdn_value_heads // config.gdn_key_heads if config.uses_gdn else 1
 
     def linear_layer(
-        x: jax.Array, tail: jax.Array, state: jax.Array, layer: Params
+        x: jax.Array, tail: jax.Array, state: jax.Array, block: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        block = bind(GatedDeltaLayer, config, layer)
         mixer = block.mixer
         inputs, z, a, b = mixer.project(block.input_norm(x))
         window = jnp.concatenate([tail, inputs[:, None]], axis=1)
         query, key, value = mixer.heads(jnp.sum(window * mixer.conv_weight(), axis=1))
         log_decay, beta = mixer.gates(a, b)
+        repeat = config.gdn_value_heads // config.gdn_key_heads
         state, output = gated_delta_step(
             state,
             jnp.repeat(query, repeat, axis=-2),
@@ -186,14 +232,12 @@ def decode_step(
             jnp.where(active[:, None], log_decay, 0),
             jnp.where(active[:, None], beta, 0),
         )
-        x = x + mixer.finish(output, z)
         tail = jnp.where(active[:, None, None], window[:, 1:], tail)
-        return x + block.mlp(block.post_norm(x)), tail, state
+        return mixer.finish(output, z), tail, state
 
     def attention_layer(
-        x: jax.Array, cache: Cache, layer: Params, group: Any
+        x: jax.Array, cache: Cache, block: Any, group: Any
     ) -> tuple[jax.Array, Cache]:
-        block = bind(AttentionLayer, config, layer)
         query, gate, key, value = block.mixer.project(block.input_norm(x), position)
         # An inactive row writes behind its length, where nothing is visible, or drops the write.
         cache = replace(
@@ -204,8 +248,25 @@ def decode_step(
         mixed = jax.vmap(partial(attend, accum_dtype=config.accum_dtype))(
             query[:, None], cache.key[group], cache.value[group], visible[:, None]
         )
-        x = x + block.mixer.finish(mixed[:, 0], gate)
-        return x + block.mlp(block.post_norm(x)), cache
+        return block.mixer.finish(mixed[:, 0], gate), cache
+
+    hidden, cache = _walk(config, params, cache, token_ids, linear_layer, attention_layer)
+    return hidden, replace(cache, length=cache.length + active)
+
+
+def _walk(
+    config: ModelConfig,
+    params: Params,
+    cache: Cache,
+    token_ids: jax.Array,
+    linear_mixer: Any,
+    attention_mixer: Any,
+) -> tuple[jax.Array, Cache]:
+    """Embedding, every layer with its part of the cache, final norm; the length stays.
+
+    `linear_mixer(x, tail, state, block)` gives what is added, the tail and the state;
+    `attention_mixer(x, cache, block, group)` gives what is added and the cache.
+    """
 
     def group(
         carry: tuple[jax.Array, Cache], scanned: tuple[Any, Params]
@@ -214,11 +275,17 @@ def decode_step(
         conv, state = list(cache.conv), list(cache.state)
         for inner in range(config.linear_per_group):
             layer = jax.tree.map(lambda leaf, i=inner: leaf[i], layers["gdn"])
-            x, tail, after = linear_layer(x, conv[inner][index], state[inner][index], layer)
+            block = bind(GatedDeltaLayer, config, layer)
+            added, tail, after = linear_mixer(x, conv[inner][index], state[inner][index], block)
+            x = x + added
+            x = x + block.mlp(block.post_norm(x))
             conv[inner] = conv[inner].at[index].set(tail)
             state[inner] = state[inner].at[index].set(after)
         cache = replace(cache, conv=tuple(conv), state=tuple(state))
-        return attention_layer(x, cache, layers["attention"], index), None
+        block = bind(AttentionLayer, config, layers["attention"])
+        added, cache = attention_mixer(x, cache, block, index)
+        x = x + added
+        return (x + block.mlp(block.post_norm(x)), cache), None
 
     x = bind(Embedding, config, params["embed"])(token_ids)
     if config.num_groups == 1:
@@ -227,8 +294,104 @@ def decode_step(
     else:
         indices = jnp.arange(config.num_groups)
         (x, cache), _ = lax.scan(group, (x, cache), (indices, params["groups"]))
-    hidden = bind(RMSNorm, config, params["final_norm"])(x)
-    return hidden, replace(cache, length=cache.length + active)
+    hidden: jax.Array = bind(RMSNorm, config, params["final_norm"])(x)
+    return hidden, cache
+
+
+def prefill(
+    config: ModelConfig, params: Params, cache: Cache, token_ids: jax.Array, lengths: jax.Array
+) -> tuple[jax.Array, Cache]:
+    """Read many tokens in each row at once, after what the row has read already.
+
+    The gated delta rule runs by chunks from the row's state, attention over the row's keys. It
+    equals feeding the tokens one by one up to rounding, and costs a training forward.
+
+    Args:
+      config: the model.
+      params: tree of `init_params`.
+      cache: of the block. Donated.
+      token_ids: [B, T] int, padded on the right.
+      lengths: [B] int, tokens to read of each row; a row of 0 keeps its cache bit for bit.
+
+    Returns:
+      Hidden states after the final norm of each row's last token, [B, D] (a row that reads
+      nothing holds finite values of no meaning), and the cache.
+
+    Raises:
+      ValueError: names the first row that reads more than it is given or than its slot holds.
+
+    Source: the `qwen3_5` architecture; Gated DeltaNet (arXiv 2412.06464), chunkwise form.
+    """
+    taken, read = np.asarray(lengths), np.asarray(cache.length)
+    width, context = token_ids.shape[1], cache.key.shape[2]
+    for row, (more, before) in enumerate(zip(taken.tolist(), read.tolist(), strict=True)):
+        if not 0 <= more <= width:
+            raise ValueError(f"row {row} is to read {more} tokens of the {width} given")
+        if before + more > context:
+            raise ValueError(
+                f"row {row} has read {before} tokens and would read {more} more; its slot holds "
+                f"{context}"
+            )
+    hidden: tuple[jax.Array, Cache] = _prefill(config, params, cache, token_ids, lengths)
+    return hidden
+
+
+@partial(jax.jit, static_argnames="config", donate_argnames="cache")
+def _prefill(
+    config: ModelConfig, params: Params, cache: Cache, token_ids: jax.Array, lengths: jax.Array
+) -> tuple[jax.Array, Cache]:
+    batch, width = token_ids.shape
+    context = cache.key.shape[2]
+    offset = jnp.arange(width)
+    real = offset < lengths[:, None]
+    position = cache.length[:, None] + offset
+    visible = jnp.arange(context) <= position[:, :, None]
+    # Padding writes out of bounds, and that write is dropped.
+    target = jnp.where(real, position, context)
+    rows = jnp.arange(batch)
+    going_on = jnp.zeros((batch, width), bool)
+
+    def linear_layer(
+        x: jax.Array, tail: jax.Array, state: jax.Array, block: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        mixer = block.mixer
+        inputs, z, a, b = mixer.project(block.input_norm(x))
+        inputs = jnp.where(real[..., None], inputs, 0)
+        weight = mixer.conv_weight()
+        mixed = jax.vmap(lambda row, end: causal_conv(row, weight, going_on[0], tail=end))(
+            inputs, tail
+        )
+        query, key, value = mixer.heads(mixed)
+        log_decay, beta = mixer.gates(a, b)
+        output, state = mixer.recur(
+            query,
+            key,
+            value,
+            jnp.where(real[..., None], log_decay, 0),
+            jnp.where(real[..., None], beta, 0),
+            going_on,
+            state,
+        )
+        window = jnp.concatenate([tail, inputs], axis=1)
+        last = lengths[:, None] + jnp.arange(config.conv_width - 1)
+        return mixer.finish(output, z), window[rows[:, None], last], state
+
+    def attention_layer(
+        x: jax.Array, cache: Cache, block: Any, group: Any
+    ) -> tuple[jax.Array, Cache]:
+        query, gate, key, value = block.mixer.project(block.input_norm(x), position)
+        cache = replace(
+            cache,
+            key=cache.key.at[group, rows[:, None], target].set(key, mode="drop"),
+            value=cache.value.at[group, rows[:, None], target].set(value, mode="drop"),
+        )
+        mixed = jax.vmap(partial(attend, accum_dtype=config.accum_dtype))(
+            query, cache.key[group], cache.value[group], visible
+        )
+        return block.mixer.finish(mixed, gate), cache
+
+    hidden, cache = _walk(config, params, cache, token_ids, linear_layer, attention_layer)
+    return hidden[rows, jnp.maximum(lengths - 1, 0)], replace(cache, length=cache.length + lengths)
 
 
 def sample(

@@ -48,7 +48,7 @@ class GatedDeltaNet(nnx.Module):  # type: ignore[misc]
         key_dims = (config.gdn_key_heads, config.gdn_key_dim)
         value_dims = (config.gdn_value_heads, config.gdn_value_dim)
         heads = config.gdn_value_heads
-        init, dtype = config.init, config.param_dtype
+        init, dtype = config.init, config.vector_dtype
         self.q_proj = Projection(config, hidden, key_dims, draws=draws)
         self.k_proj = Projection(config, hidden, key_dims, draws=draws)
         self.v_proj = Projection(config, hidden, value_dims, draws=draws)
@@ -110,7 +110,6 @@ class GatedDeltaNet(nnx.Module):  # type: ignore[misc]
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]; no segment sees another, padding leaves the state alone."""
-        config = self.config
         real = segment_ids != 0
         reset = jax.vmap(segment_starts)(segment_ids)
         inputs, z, a, b = self.project(x)
@@ -121,20 +120,47 @@ class GatedDeltaNet(nnx.Module):  # type: ignore[misc]
         log_decay = jnp.where(real[..., None], log_decay, 0)
         beta = jnp.where(real[..., None], beta, 0)
 
-        repeat = config.gdn_value_heads // config.gdn_key_heads
-        rule = partial(gated_delta_chunked, chunk=config.gdn_chunk, solver=config.gdn_solver)
+        output, _ = self.recur(query, key, value, log_decay, beta, reset)
+        return self.finish(output, z)
+
+    def recur(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        log_decay: jax.Array,
+        beta: jax.Array,
+        reset: jax.Array,
+        state: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The rule by chunks for all heads: outputs [B, T, Hv, dv] and states [B, Hv, dk, dv].
+
+        query and key [B, T, Hk, dk], value [B, T, Hv, dv], gates [B, T, Hv], reset [B, T].
+        """
+        config = self.config
+        batch, length, heads, dim = value.shape
+        repeat = heads // config.gdn_key_heads
         # Heads of all rows form one batch axis: nested ones compile far slower.
-        output, _ = jax.vmap(rule)(
+        inputs = [
             _by_head(jnp.repeat(query, repeat, axis=2)),
             _by_head(jnp.repeat(key, repeat, axis=2)),
             _by_head(value),
             _by_head(log_decay),
             _by_head(beta),
-            jnp.repeat(reset, config.gdn_value_heads, axis=0),
-        )
-        batch, length, heads, dim = value.shape
+            jnp.repeat(reset, heads, axis=0),
+        ]
+        if state is not None:
+            inputs.append(state.reshape(batch * heads, *state.shape[2:]))
+        output, last = jax.vmap(
+            lambda *xs: gated_delta_chunked(
+                *xs[:6],
+                chunk=config.gdn_chunk,
+                solver=config.gdn_solver,
+                state=xs[6] if state is not None else None,
+            )
+        )(*inputs)
         output = jnp.moveaxis(output.reshape(batch, heads, length, dim), 1, 2)
-        return self.finish(output, z)
+        return output, last.reshape(batch, heads, *last.shape[1:])
 
 
 def _by_head(x: jax.Array) -> jax.Array:

@@ -61,7 +61,7 @@ class RMSNorm(nnx.Module):  # type: ignore[misc]
     def __init__(self, config: ModelConfig, dim: int, *, offset: float) -> None:
         self.config = config
         self.offset = offset
-        self.scale = nnx.Param(jnp.full((dim,), 1.0 - offset, config.param_dtype))
+        self.scale = nnx.Param(jnp.full((dim,), 1.0 - offset, config.vector_dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., dim] -> [..., dim] in the compute dtype."""
