@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.errors import UserError
+from rollout.records import Entry
 from rollout.tasks.harbor.task import HarborTask, contained, read_folder, read_task
 
 TREE_DIGEST = "trsi-tree-1"
@@ -39,10 +40,10 @@ class Dataset:
         return len(self.roots)
 
 
-def tree_digest(root: Path) -> str:
-    """Digest of a task directory: sha256 over its sorted paths, executable bits and contents."""
+def digest_of(files: Mapping[str, Entry]) -> str:
+    """Digest of a task's files: sha256 over sorted paths, executable bits and contents."""
     digest = hashlib.sha256()
-    for path, entry in sorted(read_folder(root, root).items()):
+    for path, entry in sorted(files.items()):
         if entry.kind == "file":
             head = f"{path}\0{entry.mode:o}\0{len(entry.data)}\0"
             digest.update(head.encode() + entry.data)
@@ -96,7 +97,7 @@ def _manifest(path: Path) -> Dataset:
         root = contained(path.parent, path.parent / folder)
         if not (root / "task.toml").is_file():
             raise UserError(f"{path}: tasks.{i}: no task at {root}")
-        if checked and (found := tree_digest(root)) != task.get("digest"):
+        if checked and (found := digest_of(read_folder(root, root))) != task.get("digest"):
             raise UserError(f"{path}: tasks.{i}: {root} has digest {found}, not the one recorded")
         roots.append(root)
     foreign = not checked and any(isinstance(t, dict) and "digest" in t for t in tasks)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rollout.errors import UserError
-from rollout.records import Task
+from rollout.records import Entry, Task
 from rollout.tasks import predicates
-from rollout.tasks.harbor.dataset import TREE_DIGEST, tree_digest
+from rollout.tasks.harbor.dataset import TREE_DIGEST, digest_of
 
 IMAGE = "python:3.12-bookworm"
 AGENT_S = 600.0
@@ -29,8 +29,14 @@ COPY files/ /app/
 """
 
 
-def task_files(task: Task, *, form: str = "checks", suite: str = "") -> dict[str, bytes]:
-    """Path -> content of every file of a task's directory.
+@cache
+def _checker() -> bytes:
+    """The program that judges a generated task: the module of the predicates itself."""
+    return Path(predicates.__file__).read_bytes()
+
+
+def task_files(task: Task, *, form: str = "checks", suite: str = "") -> dict[str, Entry]:
+    """Path -> entry of every file and empty directory of a task's directory.
 
     Args:
       task: the task.
@@ -45,35 +51,40 @@ def task_files(task: Task, *, form: str = "checks", suite: str = "") -> dict[str
             for c in task.checks
         ],
     }
-    solution = ["#!/bin/bash", "cd /app", *task.oracle]
-    made = {
-        "task.toml": _task_toml(task, form, suite),
-        "instruction.md": f"{task.instruction}\n\nWork in the directory /app.\n",
-        "environment/Dockerfile": _DOCKERFILE,
-        "tests/test.sh": _TEST,
-        "tests/checks.py": inspect.getsource(predicates),
-        "tests/checks.json": json.dumps(manifest, indent=1) + "\n",
-        "solution/solve.sh": "\n".join(solution) + "\n",
+    solution = "\n".join(("#!/bin/bash", "cd /app", *task.oracle))
+    folders = ("", *(f"/{d}" for d in task.directories))
+    return {
+        **{f"environment/files{d}": Entry("directory", 0o755) for d in folders},
+        "task.toml": Entry("file", 0o644, _task_toml(task, form, suite).encode()),
+        "instruction.md": Entry(
+            "file", 0o644, f"{task.instruction}\n\nWork in the directory /app.\n".encode()
+        ),
+        "environment/Dockerfile": Entry("file", 0o644, _DOCKERFILE.encode()),
+        "tests/test.sh": Entry("file", 0o755, _TEST.encode()),
+        "tests/checks.py": Entry("file", 0o644, _checker()),
+        "tests/checks.json": Entry("file", 0o644, (json.dumps(manifest) + "\n").encode()),
+        "solution/solve.sh": Entry("file", 0o755, f"{solution}\n".encode()),
+        **{f"environment/files/{p}": Entry("file", 0o644, d) for p, d in task.files.items()},
     }
-    files = {path: text.encode() for path, text in made.items()}
-    return files | {f"environment/files/{path}": data for path, data in task.files.items()}
 
 
-def write_task(root: Path, task: Task, *, form: str = "checks", suite: str = "") -> None:
-    """Write a task's directory.
+def write_files(root: Path, files: Mapping[str, Entry]) -> None:
+    """Write a task's files.
 
     Raises:
       UserError: there is something at `root` already.
     """
     if root.exists():
         raise UserError(f"{root}: is there already")
-    for directory in ("environment/files", *(f"environment/files/{d}" for d in task.directories)):
-        (root / directory).mkdir(parents=True, exist_ok=True)
-    for path, data in task_files(task, form=form, suite=suite).items():
-        target = root / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
-        target.chmod(0o755 if path.endswith(("/test.sh", "/solve.sh")) else 0o644)
+    folders = {root / path for path, e in files.items() if e.kind == "directory"}
+    folders |= {(root / path).parent for path, e in files.items() if e.kind == "file"}
+    for folder in sorted(folders):
+        folder.mkdir(parents=True, exist_ok=True)
+    for path, entry in files.items():
+        if entry.kind == "file":
+            (root / path).write_bytes(entry.data)
+            if entry.mode & 0o100:
+                (root / path).chmod(entry.mode)
 
 
 def write_dataset(
@@ -103,10 +114,10 @@ def write_dataset(
     out.mkdir(parents=True, exist_ok=True)
     lines = ["[dataset]", f"name = {_value(name)}", f"digest_kind = {_value(TREE_DIGEST)}"]
     for task in tasks:
-        write_task(out / task.id, task, form=forms.get(task.family, "checks"), suite=suite)
-        digest = tree_digest(out / task.id)
+        files = task_files(task, form=forms.get(task.family, "checks"), suite=suite)
+        write_files(out / task.id, files)
         lines += ["", "[[tasks]]", f"name = {_value(_full_name(task))}"]
-        lines += [f"path = {_value(task.id)}", f"digest = {_value(digest)}"]
+        lines += [f"path = {_value(task.id)}", f"digest = {_value(digest_of(files))}"]
         progress()
     (out / "dataset.toml").write_text("\n".join(lines) + "\n")
 
