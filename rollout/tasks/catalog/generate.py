@@ -120,7 +120,7 @@ def build(family: Family, key: str, *, seed: int, variant: int, split: Split) ->
         instruction=instruction,
         steps=(instruction,),
         files={path: text.encode() for path, text in world.files.items()},
-        directories=tuple(world.directories),
+        directories=tuple(sorted(world.directories)),
         checks=checks,
         oracle=tuple(world.oracle),
         difficulty=found,

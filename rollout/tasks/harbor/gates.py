@@ -6,13 +6,12 @@ import asyncio
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from rollout.errors import (
     SandboxError,
-    SandboxUnavailable,
     TaskError,
     UnsupportedTask,
     UserError,
@@ -23,7 +22,9 @@ from rollout.tasks.harbor.protocol import Act, Attempt, attempt, run_solution
 from rollout.tasks.harbor.support import Plan, own_metadata, plan
 from rollout.tasks.harbor.task import HarborTask, Step, read_task
 
-State = Literal["ok", "unsolvable", "free", "flaky", "faulty", "unsupported", "malformed"]
+State = Literal[
+    "ok", "unsolvable", "free", "flaky", "faulty", "unsupported", "malformed", "unchecked"
+]
 
 MEANING: Mapping[State, str] = {
     "ok": "the reference solution passes, doing nothing doesn't",
@@ -33,6 +34,7 @@ MEANING: Mapping[State, str] = {
     "faulty": "the verifier fails by itself",
     "unsupported": "asks for what this sandbox can't give",
     "malformed": "can't be read",
+    "unchecked": "the sandbox failed, twice",
 }
 
 
@@ -101,7 +103,7 @@ async def check_task(
       host_env: see `plan`.
 
     Raises:
-      SandboxUnavailable: there are no sandboxes here.
+      SandboxError: a fault of the sandbox.
     """
     env = host_env or {}
     try:
@@ -125,9 +127,7 @@ async def check_task(
     try:
         solved = await _repeat(task, how, backend, solve, repeats, env)
         idle = await _repeat(task, how, backend, nothing, repeats, env)
-    except SandboxUnavailable:
-        raise
-    except (TaskError, UserError, SandboxError) as error:
+    except (TaskError, UserError) as error:
         return Checked(root, "unsolvable", str(error), family, None, task.unknown_keys)
     state, reason = _state(solved, idle)
     paid = max((a.reward for a in idle.attempts), default=None)
@@ -164,20 +164,34 @@ async def check_all(
     host_env: Mapping[str, str] | None = None,
     progress: Callable[[Checked], None] = lambda checked: None,
 ) -> list[Checked]:
-    """Run the gates of many tasks, `jobs` at a time; results in the order of `roots`."""
+    """Run the gates of many tasks, `jobs` at a time; results in the order of `roots`.
+
+    Raises:
+      SandboxError: there are no sandboxes here.
+    """
     gate = asyncio.Semaphore(jobs)
+    faults: list[SandboxError] = []
 
     async def one(root: Path) -> Checked:
+        checked = Checked(root, "unchecked")
         async with gate:
-            checked = await check_task(
-                root, backend, repeats=repeats, offline=offline, host_env=host_env
-            )
+            for _ in range(2):
+                try:
+                    checked = await check_task(
+                        root, backend, repeats=repeats, offline=offline, host_env=host_env
+                    )
+                    break
+                except SandboxError as error:
+                    # A machine that is busy may miss a start; one that has no sandboxes, all.
+                    checked = replace(checked, reason=f"{error.kind}: {error}")
+                    faults.append(error)
         progress(checked)
         return checked
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(root)) for root in roots]
-    return [task.result() for task in tasks]
+    checked = await asyncio.gather(*(one(root) for root in roots))
+    if faults and all(c.state == "unchecked" for c in checked):
+        raise faults[0]
+    return checked
 
 
 def sample(roots: Sequence[Path], each: int, seed: int) -> list[Path]:

@@ -11,7 +11,8 @@
 6. A fault of the verifier is a typed error that masks the attempt. It is never a reward of 0.
 
 Tests that run the agent's programs do so as the same user, so a task written elsewhere can't keep
-such a program from the result directory while the tests run. Generated tasks are safe from that:
+such a program from the result directory while the tests run; signs of it (a locked file, another
+format, programs that live on) leave no result. Generated tasks are safe from that:
 their checker reads the files first, ends every other process, and then writes the result; and
 `verify_checks` judges them on the host, where there is nothing to write to.
 """
@@ -38,6 +39,7 @@ from rollout.tasks import predicates
 from rollout.tasks.harbor.config import Artifact
 from rollout.tasks.harbor.reward import (
     MAX_RESULTS_BYTES,
+    REWARD_FILES,
     Manifest,
     parse_manifest,
     read_rewards,
@@ -336,7 +338,7 @@ async def verify_step(
     rewards = read_rewards(results, plan.reward_range)
     if ran.exit_code in _NOT_RUN and rewards["reward"] != plan.reward_range[1]:
         raise VerifierFailed(f"the tests ended with exit {ran.exit_code}: a command is missing")
-    _check_promises(tests["test.sh"].data, results)
+    _check_promises(tests, results)
     verdict = verdict_of(manifest, rewards, results, plan.reward_range)
     seconds = time.perf_counter() - begun
     return Outcome(step.name, rewards, verdict, left.flags, ran.output, seconds)
@@ -348,20 +350,31 @@ async def _results(box: Sandbox) -> dict[str, Entry]:
         logs = await box.snapshot(max_bytes=MAX_LOGS_BYTES, below=LOGS)
     except TransferError as error:
         raise RewardInvalid(f"the result directory can't be read: {error}") from error
-    if logs.get("verifier", Entry("other")).kind != "directory":
-        raise RewardInvalid("the result directory is no directory any more")
+    folder = logs.get("verifier", Entry("other"))
+    if folder.kind != "directory" or folder.mode & 0o700 != 0o700:
+        raise RewardInvalid("the result directory was replaced or closed")
+    for name in REWARD_FILES:
+        # A program of the agent may write a result first and lock it against the tests.
+        if (entry := logs.get(f"verifier/{name}")) is not None and not entry.mode & 0o200:
+            raise RewardInvalid(f"{name} is locked: the tests can't have written it")
     return {p.removeprefix("verifier/"): e for p, e in logs.items() if p.startswith("verifier/")}
 
 
-def _check_promises(script: bytes, results: FileTree) -> None:
-    """A report that test.sh asks for and that isn't there: its runner never ran.
+def _check_promises(tests: FileTree, results: FileTree) -> None:
+    """Hold the results against what the tests say that they write.
 
     Raises:
-      VerifierFailed: naming the report.
+      VerifierFailed: a report that test.sh asks for is not there: its runner never ran.
+      RewardInvalid: a result whose name no file of the tests has, while they name another.
     """
-    for option, name in ((b"--ctrf", "ctrf.json"), (b"--junit", ".xml")):
-        if option in script and not any(path.endswith(name) for path in results):
+    script = tests["test.sh"].data
+    for option, ending in ((b"--ctrf", "ctrf.json"), (b"--junit", ".xml")):
+        if option in script and not any(path.endswith(ending) for path in results):
             raise VerifierFailed(f"test.sh asks for a report by {option.decode()}: there is none")
+    named = [n for n in REWARD_FILES if any(n.encode() in e.data for e in tests.values())]
+    for name in REWARD_FILES:
+        if named and name in results and name not in named:
+            raise RewardInvalid(f"{name} is there, and the tests write {' or '.join(named)} only")
 
 
 async def attempt(

@@ -23,6 +23,7 @@ MAX_JSON_BYTES = 64 * 1024
 MAX_RESULTS_BYTES = 4 << 20
 
 UNIT_RANGE = (0.0, 1.0)
+REWARD_FILES = ("reward.json", "reward.txt")
 
 _DECIMAL = re.compile(r"-?[0-9]{1,32}(\.[0-9]{1,32})?([eE][-+]?[0-9]{1,3})?")
 _BLANKS = " \t\r\n"
