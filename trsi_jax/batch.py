@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.records import Trajectory
+from rollout.tasks.splits import check_access
 
 Overlong = Literal["error", "drop"]
 
@@ -164,7 +165,11 @@ def trajectory_example(
 
     Returns:
       The example.
+
+    Raises:
+      ProtectedSplit: a trajectory on a validation or test task.
     """
+    check_access(trajectory.split, "train")
     acted_t = trajectory.acted_t
     if trajectory.fault is not None:
         acted_t = np.zeros_like(acted_t)

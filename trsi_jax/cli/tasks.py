@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
-    from rich.progress import Progress
     from rich.table import Table
 
     from rollout.records import Task
     from rollout.tasks.harbor.gates import Checked
+    from trsi_jax.stages.observer import Part
 
 _LISTED = 40
 _BAD_EXIT = 1
@@ -42,22 +42,21 @@ def make(
     from rollout.tasks.catalog.generate import FAMILIES, generate
     from rollout.tasks.catalog.suites import generate_suite
     from rollout.tasks.harbor.write import write_dataset
-    from trsi_jax.cli.console import console
+    from trsi_jax.cli.console import ConsoleObserver, console
 
     screen = console()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out}: is not an empty directory; give a new one")
     tasks = generate(seed) if suite is None else generate_suite(suite, seed)
     name = f"trsi/{suite or 'pool'}-{seed}"
-    with _bar(screen) as bar:
-        shown = bar.add_task("write", total=len(tasks), note="")
+    with ConsoleObserver(screen).part("write", len(tasks)) as part:
         write_dataset(
             out,
             name,
             tasks,
             {f.name: f.form for f in FAMILIES.values()},
             suite=suite or "",
-            progress=lambda: bar.advance(shown),
+            progress=lambda: part.advance(1),
         )
     screen.print(_summary(tasks))
     screen.print(f"wrote {len(tasks)} tasks to {out}", markup=False, soft_wrap=True)
@@ -95,7 +94,7 @@ def check(
     from rollout.sandbox import make_backend
     from rollout.tasks.harbor import gates
     from rollout.tasks.harbor.dataset import open_dataset
-    from trsi_jax.cli.console import console
+    from trsi_jax.cli.console import ConsoleObserver, console
 
     screen = console()
     found = open_dataset(dataset, name)
@@ -106,13 +105,11 @@ def check(
     at_once = jobs or 2 * (os.cpu_count() or 1)
     bad = 0
 
-    async def run(bar: Progress) -> list[Checked]:
-        shown = bar.add_task("check", total=len(roots), note="")
-
+    async def run(part: Part) -> list[Checked]:
         def progress(checked: Checked) -> None:
             nonlocal bad
             bad += checked.state != "ok"
-            bar.update(shown, advance=1, note=f"{bad} not ok")
+            part.advance(1, not_ok=bad)
 
         backend = make_backend()
         try:
@@ -128,37 +125,14 @@ def check(
         finally:
             await backend.aclose()
 
-    with _bar(screen) as bar:
-        checked = asyncio.run(run(bar))
+    with ConsoleObserver(screen).part("check", len(roots)) as part:
+        checked = asyncio.run(run(part))
     _report(screen, found.notes, checked)
     if out is not None:
         _write(out, checked)
         screen.print(f"wrote {out}", markup=False, soft_wrap=True)
     if bad:
         raise typer.Exit(_BAD_EXIT)
-
-
-def _bar(screen: Console) -> Progress:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    return Progress(
-        TextColumn("  {task.description:<8}"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=screen,
-        transient=True,
-        disable=not screen.is_terminal,
-    )
 
 
 def _summary(tasks: Sequence[Task]) -> Table:
