@@ -334,7 +334,7 @@ def reward_spread(success: Any, by_reward: Mapping[str, Any]) -> str:
             axes.set_title(name)
             axes.set_xlabel("reward")
         panels[0].set_ylabel("trajectories")
-        panels[-1].legend()
+        panels[-1].legend(loc="upper right")
 
     chart = _svg("reward-spread", (_WIDTH, 2.8), draw)
     return chart.replace(">", f"><style>{stand_alone_css()}</style>", 1)
