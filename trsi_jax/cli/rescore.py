@@ -42,7 +42,8 @@ def rescore(
         float | None, typer.Option(help="SPR's most for a failure [default: the run's].")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="For rescore.json and the plots [default: STORE/rescore].")
+        Path | None,
+        typer.Option(help="For rescore.json and the plots [default: rescore beside the store]."),
     ] = None,
 ) -> None:
     """Score stored trajectories under strict success, progress, FDR and SPR; print the audit."""
@@ -51,7 +52,7 @@ def rescore(
     from trsi_jax.rewards.rescore import rescore as score
 
     screen = console()
-    trajectories, config = _read(store, stage)
+    trajectories, config = _read(_store(store), stage)
     medians, whence = _medians(trajectories, config)
     known = _reward(config)
     options = {
@@ -73,24 +74,28 @@ def rescore(
     screen.print(audit_table(published(), scores.audits()))
     for key in KEYS:
         screen.print(group_table(key, scores.groups(key)))
-    folder = (store / "rescore") if out is None else out
+    folder = _store(store).parent / "rescore" if out is None else out
     for path in write(folder, scores, options):
         screen.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
-def _read(store: Path, stage: str | None) -> tuple[list[Trajectory], Config | None]:
-    """Trajectories of a run or store, and the run's config if there is one."""
+def _store(path: Path) -> Path:
+    """The store at a path, or that of the run there."""
+    return path / "store" if (path / "store").is_dir() else path
+
+
+def _read(folder: Path, stage: str | None) -> tuple[list[Trajectory], Config | None]:
+    """Trajectories of a store, and the config of its run if there is one."""
     from rollout.store.reader import SegmentReader
     from trsi_jax import config
 
-    folder = store / "store" if (store / "store").is_dir() else store
     reader = SegmentReader(folder)
     if not folder.is_dir() or reader.version is None:
-        raise UserError(f"no trajectory store at {store}; STORE is a run's folder or its store")
+        raise UserError(f"no trajectory store at {folder}; STORE is a run's folder or its store")
     found = list(reader.pinned())
     stages = list(dict.fromkeys(t.stage for t in found))
     if stage is not None and stage not in stages:
-        raise UserError(f"--stage {stage}: {store} has {', '.join(stages) or 'none'}")
+        raise UserError(f"--stage {stage}: {folder} has {', '.join(stages) or 'none'}")
     run = folder.parent / "config.toml"
     chosen = [t for t in found if stage in (None, t.stage)]
     return chosen, config.load(run) if run.is_file() else None
