@@ -304,7 +304,7 @@ def holds(*predicate: str, **files: str) -> bool:
         (("lines", "a", "x y\nz"), True),
         (("lines", "a", "z\n"), False),
         (("lines", "link", "x y\nz\n"), False),
-        (("contains", "a", "y\nz"), True),
+        (("contains", "a", "\nz"), True),
         (("contains", "a", "q"), False),
         (("lacks", "a", "q", "r"), True),
         (("lacks", "a", "q", "x"), False),
