@@ -101,6 +101,30 @@ class VerifierError(RolloutError):
     kind = "verifier"
 
 
+class VerifierTimeout(VerifierError):
+    """The verifier did not end in time."""
+
+    kind = "verifier-timeout"
+
+
+class VerifierFailed(VerifierError):
+    """The verifier could not do its work: no bootstrap, no tests collected, killed, no memory."""
+
+    kind = "verifier-failed"
+
+
+class RewardMissing(VerifierError):
+    """The verifier ended and left no reward."""
+
+    kind = "verifier-reward-missing"
+
+
+class RewardInvalid(VerifierError):
+    """The verifier left something that is no reward, or results that contradict each other."""
+
+    kind = "verifier-reward-invalid"
+
+
 class StoreError(RolloutError):
     """A fault of the trajectory store."""
 
@@ -116,6 +140,12 @@ class ContractViolation(StoreError):
         super().__init__(f"trajectory {trajectory_id}: {problem}")
         self.trajectory_id = trajectory_id
         self.problem = problem
+
+
+class UnsupportedTask(TaskError):
+    """A task needs what this backend can't give; the message names each such thing."""
+
+    kind = "task-unsupported"
 
 
 class ProtectedSplit(TaskError):

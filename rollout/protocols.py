@@ -184,10 +184,15 @@ class RolloutEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
-    """What a sandbox must be; a limit named in `require` that cannot be enforced is an error."""
+    """What a sandbox must be; a limit named in `require` that cannot be enforced is an error.
+
+    Attributes:
+      directories: further absolute directories, empty, each on a file system of its own.
+    """
 
     image: str | None = None
     workdir: str = "/app"
+    directories: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     network: str = "none"
     memory_mb: int = 512
@@ -242,16 +247,24 @@ class Sandbox(Protocol):
         *,
         directories: Iterable[str] = (),
         modes: Mapping[str, int] | None = None,
+        links: Mapping[str, str] | None = None,
+        below: str | None = None,
     ) -> None:
-        """Write regular files below the working directory, making parents. Never follows links."""
+        """Write files, and symlinks last, making parents. Never follows links.
+
+        `below` is the working directory or one of the spec's `directories`, here and in what
+        follows; None is the working directory.
+        """
         ...
 
-    async def get_file(self, path: str, *, max_bytes: int = 1_000_000) -> bytes:
-        """Read one regular file below the working directory. Never follows links."""
+    async def get_file(
+        self, path: str, *, max_bytes: int = 1_000_000, below: str | None = None
+    ) -> bytes:
+        """Read one regular file. Never follows links."""
         ...
 
-    async def snapshot(self, *, max_bytes: int = 16_000_000) -> FileTree:
-        """Kill every process of the agent, then read the working directory. Ends the shell."""
+    async def snapshot(self, *, max_bytes: int = 16_000_000, below: str | None = None) -> FileTree:
+        """Kill every process of the agent, then read a directory. Ends the shell."""
         ...
 
     async def close(self) -> None:

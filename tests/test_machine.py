@@ -233,7 +233,7 @@ def test_the_engine_served_the_checkpoint(run: Run, reader: SegmentReader) -> No
     )["actor"]
     episodes = of(reader, "evaluation/rpr-2")
     packing = batch.pack(
-        [batch.trajectory_example(t) for t in episodes],
+        [batch.trajectory_example(t, purpose="evaluate") for t in episodes],
         rows=CONFIG.packing.rows,
         length=CONFIG.packing.length,
         seed=0,

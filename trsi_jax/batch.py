@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.records import Trajectory
+from rollout.tasks.splits import Purpose, check_access
 
 Overlong = Literal["error", "drop"]
 
@@ -152,7 +153,10 @@ def text_example(
 
 
 def trajectory_example(
-    trajectory: Trajectory, columns: Mapping[str, npt.NDArray[np.float32]] | None = None
+    trajectory: Trajectory,
+    columns: Mapping[str, npt.NDArray[np.float32]] | None = None,
+    *,
+    purpose: Purpose = "train",
 ) -> Example:
     """A stored trajectory; the loss weighs its acted tokens alike.
 
@@ -161,10 +165,15 @@ def trajectory_example(
     Args:
       trajectory: as the store gives it.
       columns: name -> [T] float32.
+      purpose: what the example is for; by default to be trained on.
 
     Returns:
       The example.
+
+    Raises:
+      ProtectedSplit: a trajectory on a task that the purpose may not see.
     """
+    check_access(trajectory.split, purpose)
     acted_t = trajectory.acted_t
     if trajectory.fault is not None:
         acted_t = np.zeros_like(acted_t)

@@ -41,6 +41,7 @@ from rollout.errors import (
     SandboxPoisoned,
     SandboxUnavailable,
     StartTimeout,
+    TransferError,
 )
 from rollout.protocols import ExecResult, SandboxSpec
 from rollout.records import FileTree
@@ -154,7 +155,7 @@ class BubblewrapSandbox:
         self._init: int | None = None
         self._init_fd: int | None = None
         self._namespace = 0
-        self._root: int | None = None
+        self._roots: dict[str, int] = {}
         self._announced: int | None = None
         self._candidate: int | None = None
         self._shell: int | None = None
@@ -206,7 +207,8 @@ class BubblewrapSandbox:
         self._init_fd = os.pidfd_open(self._init)
         self._namespace = os.stat(f"/proc/{self._init}/ns/pid").st_ino  # noqa: PTH116
         flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-        self._root = os.open(f"/proc/{self._init}/root{self._spec.workdir}", flags)
+        for path in (self._spec.workdir, *self._spec.directories):
+            self._roots[path] = os.open(f"/proc/{self._init}/root{path}", flags)
 
     def _close_inside(self) -> None:
         """Close the sandbox's ends of the channels here; it has its own by now, or never will."""
@@ -370,9 +372,19 @@ class BubblewrapSandbox:
                 duration_s=time.monotonic() - begun,
             )
 
-    def _check_usable(self) -> None:
-        if self._closed or self._root is None:
+    def _check_open(self) -> None:
+        if self._closed or not self._roots:
             raise SandboxDead("the sandbox is closed")
+
+    def _root(self, below: str | None) -> int:
+        """Descriptor of one of the sandbox's own directories."""
+        path = below or self._spec.workdir
+        if path not in self._roots:
+            raise TransferError(f"{path!r} is none of the sandbox's {', '.join(self._roots)}")
+        return self._roots[path]
+
+    def _check_usable(self) -> None:
+        self._check_open()
         if self._gone:
             raise SandboxDead(self._why_dead())
         if self._poisoned:
@@ -465,42 +477,46 @@ class BubblewrapSandbox:
         *,
         directories: Iterable[str] = (),
         modes: Mapping[str, int] | None = None,
+        links: Mapping[str, str] | None = None,
+        below: str | None = None,
     ) -> None:
-        """Write regular files below the working directory, making parents. Never follows links.
+        """Write files, and symlinks last, making parents. Never follows links.
 
         Raises:
           TransferError: for a name that leads out, or a place that cannot be written to.
           SandboxDead: the sandbox is closed.
         """
         self._check_usable()
-        assert self._root is not None
+        root = self._root(below)
         with files.acting_as(self._uid):
-            files.write_tree(self._root, files_, directories, modes)
+            files.write_tree(root, files_, directories, modes, links)
 
-    async def get_file(self, path: str, *, max_bytes: int = 1_000_000) -> bytes:
-        """Read one regular file below the working directory. Never follows links.
+    async def get_file(
+        self, path: str, *, max_bytes: int = 1_000_000, below: str | None = None
+    ) -> bytes:
+        """Read one regular file. Never follows links.
 
         Raises:
           TransferError: if there is none, or it is larger than `max_bytes`.
           SandboxDead: the sandbox is closed.
         """
-        if self._closed or self._root is None:
-            raise SandboxDead("the sandbox is closed")
+        self._check_open()
+        root = self._root(below)
         with files.acting_as(self._uid):
-            return files.read_file(self._root, path, max_bytes)
+            return files.read_file(root, path, max_bytes)
 
-    async def snapshot(self, *, max_bytes: int = 16_000_000) -> FileTree:
-        """Kill every process of the sandbox, then read the working directory. Ends the shell.
+    async def snapshot(self, *, max_bytes: int = 16_000_000, below: str | None = None) -> FileTree:
+        """Kill every process of the sandbox, then read a directory. Ends the shell.
 
         Raises:
           TransferError: the directory is beyond the bounds.
           SandboxDead: the sandbox is closed.
         """
-        if self._closed or self._root is None:
-            raise SandboxDead("the sandbox is closed")
+        self._check_open()
+        root = self._root(below)
         await self._kill()
         with files.acting_as(self._uid):
-            return files.read_tree(self._root, max_bytes)
+            return files.read_tree(root, max_bytes)
 
     # --- ending -------------------------------------------------------------------------------
 
@@ -559,7 +575,7 @@ class BubblewrapSandbox:
             self._closed = False
             raise
         self._control.close()
-        for fd in (self._output, self._command, self._init_fd, self._root):
+        for fd in (self._output, self._command, self._init_fd, *self._roots.values()):
             if fd is not None:
                 os.close(fd)
         self._backend.release(self, self._slot)
@@ -580,7 +596,7 @@ class BubblewrapBackend:
         self._free: list[int] = []
         self._next_slot = 0
         self._uids: list[int] = []
-        self._workdirs: set[str] = set()
+        self._mount_points: set[str] = set()
         self._binds: list[str] = []
         self._mark = ""
         self._groups: cgroups.Groups | None = None
@@ -656,7 +672,7 @@ class BubblewrapBackend:
         if self._home is not None:
             shutil.rmtree(self._home, ignore_errors=True)
             self._home = None
-        self._workdirs.clear()
+        self._mount_points.clear()
         atexit.unregister(self._dispose)
 
     def uid_of(self, slot: int) -> int | None:
@@ -712,7 +728,7 @@ class BubblewrapBackend:
         for device in DEVICES:
             argv += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
         argv += ["--proc", "/proc"]
-        for path in ("/tmp", spec.workdir):
+        for path in ("/tmp", spec.workdir, *spec.directories):
             argv += ["--size", size, "--tmpfs", path]
         argv += ["--chdir", spec.workdir, "--"]
         by_group = self._groups.controllers if self._groups else frozenset()
@@ -735,8 +751,9 @@ class BubblewrapBackend:
         self._open()
         enforced = self.enforced()
         _check_spec(spec, enforced)
-        if spec.workdir not in self._workdirs:
-            self._mount_point(spec.workdir)
+        for path in (spec.workdir, *spec.directories):
+            if path not in self._mount_points:
+                self._mount_point(path)
         await self._live.acquire()
         slot = self._take_slot()
         try:
@@ -758,11 +775,11 @@ class BubblewrapBackend:
             raise
         return sandbox
 
-    def _mount_point(self, workdir: str) -> None:
-        """Make `workdir` in the shared root, where the sandbox's own is mounted."""
+    def _mount_point(self, path: str) -> None:
+        """Make `path` in the shared root, where a sandbox's own directory is mounted."""
         assert self._home is not None
-        (self._home / "root" / workdir.lstrip("/")).mkdir(parents=True, exist_ok=True)
-        self._workdirs.add(workdir)
+        (self._home / "root" / path.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        self._mount_points.add(path)
 
     def _take_slot(self) -> int:
         if self._free:
@@ -786,16 +803,17 @@ class BubblewrapBackend:
 
 
 def _check_spec(spec: SandboxSpec, enforced: frozenset[str]) -> None:
-    path = PurePosixPath(spec.workdir)
     system = {"usr", "etc", "proc", "dev", "tmp", "bin", "sbin", "lib", "lib32", "lib64"}
     if spec.image is not None:
         raise SandboxUnavailable(f"bubblewrap runs no images, the task needs {spec.image!r}")
     if spec.network != "none":
         raise LimitUnsupported(f"bubblewrap knows network 'none' only, not {spec.network!r}")
-    if not path.is_absolute() or ".." in path.parts or path.parts[1:2][:1] == ():
-        raise SandboxUnavailable(f"working directory {spec.workdir!r} is not an absolute path")
-    if path.parts[1] in system:
-        raise SandboxUnavailable(f"working directory {spec.workdir!r} is one of the system's")
+    for name in (spec.workdir, *spec.directories):
+        path = PurePosixPath(name)
+        if not path.is_absolute() or ".." in path.parts or path.parts[1:2][:1] == ():
+            raise SandboxUnavailable(f"working directory {name!r} is not an absolute path")
+        if path.parts[1] in system:
+            raise SandboxUnavailable(f"working directory {name!r} is one of the system's")
     missing = sorted(spec.require - enforced)
     if missing:
         raise LimitUnsupported(

@@ -86,14 +86,16 @@ def write_tree(
     files: Mapping[str, bytes],
     directories: Iterable[str] = (),
     modes: Mapping[str, int] | None = None,
+    links: Mapping[str, str] | None = None,
 ) -> None:
-    """Write files and directories below `root`, in the order given.
+    """Write directories, files and symlinks below `root`, in the order given.
 
     Args:
       root: descriptor of the directory.
       files: relative path -> content.
       directories: relative paths to make, parents included.
       modes: permission bits by path, of files and directories; 644 and 755 by default.
+      links: relative path -> target of a symlink; made last, and nothing is written through it.
 
     Raises:
       TransferError: for a name or a place that cannot be written to.
@@ -113,6 +115,13 @@ def write_tree(
             parent = _descend(root, tuple(above), make=True)
             try:
                 _write(parent, name, data, modes.get(path, 0o644))
+            finally:
+                os.close(parent)
+        for path, target in (links or {}).items():
+            *above, name = parts_of(path)
+            parent = _descend(root, tuple(above), make=True)
+            try:
+                os.symlink(target, name, dir_fd=parent)
             finally:
                 os.close(parent)
     except OSError as error:

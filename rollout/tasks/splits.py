@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from rollout.errors import ProtectedSplit, UserError
-from rollout.records import SPLITS, Split
+from rollout.protocols import TrajectoryReader
+from rollout.records import SPLITS, Split, Trajectory
 
 Purpose = Literal["train", "select", "evaluate"]
 
@@ -47,3 +49,51 @@ def check_access(split: str, purpose: str) -> Split:
             f"split {split!r} can't be opened for the purpose {purpose!r}, which sees {visible!r}"
         )
     return visible
+
+
+def check_results(trajectories: Iterable[Trajectory], purpose: str) -> None:
+    """Refuse trajectories on tasks that a purpose may not see.
+
+    Raises:
+      UserError: an unknown purpose.
+      ProtectedSplit: naming the first such trajectory.
+    """
+    for trajectory in trajectories:
+        try:
+            check_access(trajectory.split, purpose)
+        except ProtectedSplit as error:
+            raise ProtectedSplit(f"trajectory {trajectory.id}: {error}") from None
+
+
+class GuardedReader:
+    """A trajectory store as one purpose may read it.
+
+    What the purpose may not see is passed over where everything is read, and an error where it is
+    asked for by name. Implements `rollout.protocols.TrajectoryReader`.
+    """
+
+    def __init__(self, reader: TrajectoryReader, purpose: Purpose) -> None:
+        if purpose not in VISIBLE:
+            raise UserError(f"purpose {purpose!r} is unknown; allowed: {', '.join(VISIBLE)}")
+        self._reader = reader
+        self._purpose = purpose
+
+    def segments(self) -> tuple[str, ...]:
+        """Names of the committed segments, sorted; some of them may not be read."""
+        return self._reader.segments()
+
+    def read(self, segment: str) -> tuple[Trajectory, ...]:
+        """All trajectories of a segment. Raises `ProtectedSplit` if one of them is protected."""
+        found = self._reader.read(segment)
+        check_results(found, self._purpose)
+        return found
+
+    def get(self, trajectory_id: str) -> Trajectory:
+        """One trajectory by id. Raises `ProtectedSplit` if it is protected."""
+        found = self._reader.get(trajectory_id)
+        check_results([found], self._purpose)
+        return found
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        """Every trajectory that the purpose may see."""
+        return (t for t in self._reader if t.split == VISIBLE[self._purpose])

@@ -308,3 +308,65 @@ def _svg(name: str, size: tuple[float, float], draw: Any) -> str:
     for key, place_holder in _PLACE_HOLDER.items():
         text = text.replace(place_holder, f"var(--{key})")
     return text.replace("<svg ", f'<svg class="chart" role="img" aria-label="{name}" ', 1)
+
+
+def reward_spread(success: Any, by_reward: Mapping[str, Any]) -> str:
+    """What failures and successes get under each reward, as a stand-alone file.
+
+    Args:
+      success: [N] bool.
+      by_reward: name -> [N] float.
+    """
+    highest = max(1.0, *(float(reward.max()) for reward in by_reward.values()))
+    edges = [highest * i / 24 for i in range(25)]
+
+    def draw(figure: Figure) -> None:
+        panels = figure.subplots(1, len(by_reward), sharey=True, squeeze=False)[0]
+        for axes, (name, reward) in zip(panels, by_reward.items(), strict=True):
+            axes.hist(
+                [reward[~success], reward[success]],
+                edges,
+                stacked=True,
+                color=[_colour("c2"), _colour("c1")],
+                label=["failed", "strict success"],
+            )
+            axes.axvline(1.0, color=_colour("muted"), lw=1, ls=":")
+            axes.set_title(name)
+            axes.set_xlabel("reward")
+        panels[0].set_ylabel("trajectories")
+        panels[-1].legend(loc="upper right")
+
+    chart = _svg("reward-spread", (_WIDTH, 2.8), draw)
+    return chart.replace(">", f"><style>{stand_alone_css()}</style>", 1)
+
+
+def reward_by_group(by_group: Mapping[str, Mapping[str, float]]) -> str:
+    """Mean reward of every group under each reward, as a stand-alone file.
+
+    Args:
+      by_group: group -> reward's name -> mean.
+    """
+    groups = list(by_group)
+    names = list(by_group[groups[0]])
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        y = range(len(groups))
+        for index, name in enumerate(names):
+            axes.plot(
+                [by_group[group][name] for group in groups],
+                y,
+                "o",
+                ms=4.5,
+                color=_colour(SERIES[index]),
+                label=name,
+            )
+        axes.set_yticks(list(y), groups)
+        axes.set_ylim(len(groups) - 0.5, -0.5)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("mean reward")
+        axes.grid(axis="x")
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(names))
+
+    chart = _svg("reward-by-group", (_WIDTH, 0.9 + 0.2 * len(groups)), draw)
+    return chart.replace(">", f"><style>{stand_alone_css()}</style>", 1)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rollout.records import Task, Verdict
+from rollout.records import CheckResult, Task, Verdict
 
 Real = float | npt.NDArray[Any]
 
@@ -59,15 +60,25 @@ def family_medians(tasks: Iterable[Task]) -> dict[str, float]:
     return {family: float(statistics.median(n)) for family, n in sorted(counts.items())}
 
 
+def distinct(verdict: Verdict) -> Verdict:
+    """A verdict in which every check counts once: reported repeatedly, it passed if always so."""
+    merged: dict[str, CheckResult] = {}
+    for result in verdict.results:
+        before = merged.get(result.id, result)
+        merged[result.id] = replace(before, passed=before.passed and result.passed)
+    return Verdict(tuple(merged.values()))
+
+
 def verdict_fdr(verdict: Verdict, family: str, medians: Mapping[str, float]) -> float:
-    """`fdr` of one verdict.
+    """`fdr` of one verdict; a check that occurs twice counts once.
 
     Raises:
       ValueError: for a family without a median, or a verdict without an effective check.
     """
     if family not in medians:
         raise ValueError(f"no median for family {family!r}; known: {', '.join(sorted(medians))}")
-    return float(fdr(verdict.progress, verdict.n_effective, medians[family]))
+    once = distinct(verdict)
+    return float(fdr(once.progress, once.n_effective, medians[family]))
 
 
 def _require(x: npt.NDArray[np.float64], name: str, good: Any, allowed: str) -> None:

@@ -1,0 +1,1 @@
+"""The catalogue: 46 families of generated tasks and four evaluation suites."""
