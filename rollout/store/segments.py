@@ -17,7 +17,7 @@ from rollout.errors import ContractViolation, StoreError
 from rollout.records import Trajectory
 from rollout.store import layout
 from rollout.store.contract import column_violation, redacted, violations
-from rollout.store.location import Location, open_database, store_errors
+from rollout.store.location import Location, commit_lock, open_database, store_errors
 from rollout.store.reader import SegmentReader
 
 # Writers of disjoint keys rarely collide; each round of a collision commits at least one of them.
@@ -157,7 +157,8 @@ class SegmentWriter:
                     staged = self._database.with_transaction(transaction)
                     for pending in [staged.write(k, v, if_equal=absent) for k, v in new.items()]:
                         pending.result()
-                    transaction.commit_sync()
+                    with commit_lock(self._location):
+                        transaction.commit_sync()
                 except ValueError as error:
                     transaction.abort()
                     if not _collided(error):
@@ -187,7 +188,8 @@ class SegmentWriter:
         np.savez_compressed(buffer, **kept)
         digest = hashlib.sha256(record).hexdigest()[:16]
         key = layout.quarantine_key(str(trajectory.id), digest)
-        with store_errors(self._location, f"putting trajectory {trajectory.id} into quarantine"):
+        action = f"putting trajectory {trajectory.id} into quarantine"
+        with store_errors(self._location, action), commit_lock(self._location):
             self._database.write(key, buffer.getvalue()).result()
 
 
