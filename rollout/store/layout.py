@@ -137,9 +137,9 @@ def header_key(segment: str) -> str:
     return f"headers/{segment_key(segment)}"
 
 
-def tokens_path(segment: str, field: str) -> str:
-    """Path of one array of the segment."""
-    return f"tokens/{segment_key(segment)}/{field}/"
+def tokens_path(segment: str, name: str = "") -> str:
+    """Path of one token array of the segment, or of all of them."""
+    return f"tokens/{segment_key(segment)}/{f'{name}/' if name else ''}"
 
 
 def records_path(segment: str) -> str:
@@ -201,6 +201,13 @@ def sealed_spec(kvstore: Any, path: str, size: int, dtype: npt.DTypeLike) -> dic
         },
     }
     return spec | _metadata(size, np.dtype(dtype), shard, [codec])
+
+
+def array_dtype(array: str) -> np.dtype[Any]:
+    """Dtype of an array of a sealed set: a token field, "records", or "columns/<column>"."""
+    if array == "records":
+        return np.dtype(np.uint8)
+    return TOKEN_FIELDS.get(array, np.dtype(np.float32))
 
 
 def shard_edges(size: int) -> list[int]:

@@ -92,6 +92,11 @@ def read_manifest(location: Location, base: Any) -> dict[str, Any] | None:
     return manifest
 
 
+def collided(error: ValueError) -> bool:
+    """Whether a transaction failed because another commit came first."""
+    return any(mark in str(error) for mark in ("ABORTED", "ALREADY_EXISTS", "Generation mismatch"))
+
+
 @contextmanager
 def commit_lock(location: Location) -> Iterator[None]:
     """Hold off the other writers of a local store while one commits; elsewhere do nothing.

@@ -128,6 +128,10 @@ class SegmentReader:
         """One token array of every trajectory of a segment."""
         return self._reading(lambda view: view.read_tokens(segment, field))
 
+    def read_records(self, segment: str) -> npt.NDArray[np.uint8]:
+        """The records of a segment as stored: JSON, end to end."""
+        return self._reading(lambda view: view.read_records(segment))
+
     def columns(self, segment: str) -> tuple[str, ...]:
         """Names of the columns beside a segment, sorted."""
         return self._reading(lambda view: view.columns(segment))
@@ -157,6 +161,12 @@ class SegmentReader:
           StoreError: for an unknown segment or column.
         """
         return self._reading(lambda view: view.get_many(places, columns))
+
+    def believing(self, headers: Mapping[str, layout.Header]) -> SegmentReader:
+        """A reader of the same version that takes the headers given for the committed ones."""
+        reader = SegmentReader(self._location, version=self.version, context=self._context)
+        reader._current()._headers.update(headers)
+        return reader
 
     def quarantined(self) -> tuple[Quarantined, ...]:
         """Everything that the door refused by the newest commit, pinned or not."""
@@ -275,6 +285,10 @@ class _View:
         (flat,) = self._slices([spans[list(layout.TOKEN_FIELDS).index(field)]])
         return _split(flat, layout.bounds(header.lengths))
 
+    def read_records(self, segment: str) -> npt.NDArray[np.uint8]:
+        (flat,) = self._slices(self._spans(segment, 0, len(self.header(segment).ids))[-1:])
+        return flat
+
     def columns(self, segment: str) -> tuple[str, ...]:
         header = self.find_header(segment)
         if header is None:
@@ -340,8 +354,9 @@ class _View:
             pending = [(key, self._database.read(key)) for key in keys]
             results = [(key, future.result()) for key, future in pending]
             for key, result in results:
-                # tensorstore gives a value whose file is gone as no value.
-                if result.state != "value" and self._listed(key):
+                # tensorstore reads a value whose data file is gone as empty, or as no value.
+                # No value of a store is empty.
+                if (result.state != "value" or not result.value) and self._listed(key):
                     raise ValueError(f"the value of {key} is gone")
         return [r.value if r.state == "value" else None for _, r in results]
 

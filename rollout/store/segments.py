@@ -17,7 +17,7 @@ from rollout.errors import ContractViolation, StoreError
 from rollout.records import Trajectory
 from rollout.store import layout
 from rollout.store.contract import column_violation, redacted, violations
-from rollout.store.location import Location, commit_lock, open_database, store_errors
+from rollout.store.location import Location, collided, commit_lock, open_database, store_errors
 from rollout.store.reader import SegmentReader
 
 # Writers of disjoint keys rarely collide; each round of a collision commits at least one of them.
@@ -161,7 +161,7 @@ class SegmentWriter:
                         transaction.commit_sync()
                 except ValueError as error:
                     transaction.abort()
-                    if not _collided(error):
+                    if not collided(error):
                         raise
                     if settled():
                         return
@@ -195,7 +195,3 @@ class SegmentWriter:
 
 def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype)
-
-
-def _collided(error: ValueError) -> bool:
-    return any(mark in str(error) for mark in ("ABORTED", "ALREADY_EXISTS", "Generation mismatch"))
