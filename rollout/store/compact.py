@@ -24,7 +24,7 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -42,6 +42,7 @@ from rollout.store.history import (
     Walk,
     decode_compaction,
     holders,
+    version_files,
 )
 from rollout.store.location import (
     Location,
@@ -188,8 +189,7 @@ class _Compactor:
         version = reader.version or 0
         record = self._record()
         walk = Walk(self._location, self._base)
-        with store_errors(self._location, "compacting the store"):
-            walk.versions(max(record.at, 1), version)
+        walk.versions(max(record.at, 1), version)
         headers = {name: reader.header(name) for name in reader.segments()}
         moved = [name for name, header in headers.items() if header.sealed is None]
         columns = [
@@ -200,7 +200,7 @@ class _Compactor:
         ]
         if not moved and not columns:
             return 0, 0
-        born = {**walk.born, **record.born}
+        born = _Births(walk.born, record.born)
         places = _Places(self._name, headers, moved, columns)
         whole, done = sum(places.sizes.values()), 0
         for array, pieces in self._arrays(reader, places):
@@ -211,19 +211,18 @@ class _Compactor:
             name: replace(
                 headers[name],
                 layout_version=layout.LAYOUT_VERSION,
-                born=born[layout.header_key(name)],
+                born=born.segment(name),
                 sealed=places.sealed(name, segment_digest(reader, name)),
             )
             for name in moved
         }
         for name, column in columns:
             header = changed.get(name, headers[name])
-            path = layout.column_path(name, column)
             sealed = layout.SealedColumn(
                 set=self._name,
                 tokens=places.columns[name, column],
                 sha256=column_digest(reader, name, column),
-                born=born[f"{path}zarr.json"],
+                born=born.column(name, column),
             )
             changed[name] = replace(header, columns={**header.columns, column: sealed})
         self._check(reader, changed)
@@ -307,17 +306,22 @@ class _Compactor:
             record = self._settle(record)
         if not record.garbage:
             return 0
-        pinning = holders(self._location, self._base)
-        gone = [name for name in record.garbage if name not in pinning]
+        # The list of versions is read by whoever commits next, wherever its parts lie.
+        listing = version_files(self._location, self._base)
+        gone = [name for name in record.garbage if name not in listing]
         with store_errors(self._location, "deleting data files of the store"):
             for pending in [self._base.write(name, None) for name in gone]:
                 pending.result()
-        left = tuple(name for name in record.garbage if name in pinning)
+        left = tuple(name for name in record.garbage if name in listing)
         self._commit({COMPACTION_KEY: replace(record, garbage=left).encode()}, ())
         return len(gone)
 
     def _settle(self, record: Compaction) -> Compaction:
-        """Make the newest version independent of old files, and say so in the record."""
+        """Make the newest version independent of old files, and say so in the record.
+
+        What lies in files of older versions alone is garbage. Later versions stand on files of
+        the newest one and on new files, so that garbage stays garbage whatever is committed.
+        """
         garbage = set(record.garbage)
         for _ in range(_PASSES):
             pinning = holders(self._location, self._base)
@@ -326,21 +330,22 @@ class _Compactor:
                 break
             self._rewrite(keys)
         at = newest_version(self._location, base=self._base) or 0
-        walk = Walk(self._location, self._base)
-        with store_errors(self._location, "compacting the store"):
-            walk.versions(record.started or 1, at)
+        walk, newest = Walk(self._location, self._base), Walk(self._location, self._base)
+        walk.versions(record.started or 1, at)
+        newest.versions(at, at)
         # What was born while the segments were moved lies in the database still.
         latest = SegmentReader(self._location, version=at, context=self._context)
-        born = dict(record.born)
+        births = _Births(walk.born, record.born)
+        born: dict[str, int] = {}
         for name in latest.segments():
             header = latest.header(name)
             if header.sealed is None:
-                born.setdefault(layout.header_key(name), walk.born[layout.header_key(name)])
+                born[layout.header_key(name)] = births.segment(name)
             for column in latest.columns(name):
                 if column not in header.columns:
-                    path = layout.column_path(name, column)
-                    born.setdefault(path, walk.born[f"{path}zarr.json"])
-        settled = Compaction(at, born, None, tuple(sorted(garbage | walk.files)))
+                    born[layout.column_path(name, column)] = births.column(name, column)
+        garbage = (garbage | walk.files) - newest.files
+        settled = Compaction(at, born, None, tuple(sorted(garbage)))
         self._commit({COMPACTION_KEY: settled.encode()}, ())
         return settled
 
@@ -399,6 +404,22 @@ class _Compactor:
         if held.state != "value" or json.loads(held.value)["name"] != self._name:
             raise _lost()
         staged.write(LEASE_KEY, self._lease(), if_equal=held.stamp.generation).result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Births:
+    """Since which version segments and columns exist: as recorded, or else as walked."""
+
+    walked: Mapping[str, int]
+    recorded: Mapping[str, int]
+
+    def segment(self, name: str) -> int:
+        key = layout.header_key(name)
+        return self.recorded[key] if key in self.recorded else self.walked[key]
+
+    def column(self, name: str, column: str) -> int:
+        path = layout.column_path(name, column)
+        return self.recorded[path] if path in self.recorded else self.walked[f"{path}zarr.json"]
 
 
 class _Places:

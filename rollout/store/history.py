@@ -114,17 +114,20 @@ class Walk:
         return entries
 
 
+def version_files(location: Location, base: Any) -> set[str]:
+    """Data files that hold the list of versions, as far as the next commits will read it."""
+    manifest = read_manifest(location, base) or {}
+    return {_file(node["location"]) for node in manifest.get("version_tree_nodes", ())}
+
+
 def holders(location: Location, base: Any) -> dict[str, list[str]]:
     """What the newest version stands on.
 
     Returns:
-      Data file -> keys that must be written anew for the version to do without the file; none
-      for a file that holds the list of versions.
+      Data file -> keys that must be written anew for the version to do without the file.
     """
     manifest = read_manifest(location, base) or {}
     found: dict[str, list[str]] = {}
-    for node in manifest.get("version_tree_nodes", ()):
-        found.setdefault(_file(node["location"]), [])
     walk = Walk(location, base)
 
     def visit(node: str, prefix: str) -> str:

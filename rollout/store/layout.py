@@ -157,6 +157,11 @@ def column_path(segment: str, column: str = "") -> str:
     return f"columns/{segment_key(segment)}/{f'{column}/' if column else ''}"
 
 
+def file_name(trajectory_id: str) -> str:
+    """The trajectory's id as the name of a file."""
+    return quote(trajectory_id, safe=" #@=+,")
+
+
 def id_key(trajectory_id: str) -> str:
     """Key that says where a trajectory lies."""
     return f"ids/{trajectory_id}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from trsi_jax.cli import doctor, report, run, seeds, show
+from trsi_jax.cli import doctor, report, run, seeds, show, store
 from trsi_jax.cli.environment import clash
 from trsi_jax.cli.errors import FAILURE, USER_MISTAKE, explain, wants_traceback
 
@@ -23,6 +23,7 @@ app.command("seeds")(seeds.seeds)
 app.command("report")(report.report)
 app.command("show")(show.show)
 app.command("doctor")(doctor.doctor)
+app.add_typer(store.app, name="store")
 
 
 def main() -> None:
