@@ -63,7 +63,9 @@ class SegmentWriter:
         found = violations(trajectories, vocab_size=self._vocab_size)
         if found:
             for i, problem in found.items():
-                self._quarantine(segment, trajectories[i], problem)
+                kept = redacted(trajectories[i])
+                arrays = {name: np.asarray(getattr(kept, name)) for name in layout.TOKEN_FIELDS}
+                self._quarantine(segment, problem, layout.record_fields(kept), arrays)
             i, problem = next(iter(found.items()))
             raise ContractViolation(str(trajectories[i].id), problem)
         records = [layout.encode_record(t) for t in trajectories]
@@ -109,7 +111,7 @@ class SegmentWriter:
 
         Raises:
           ContractViolation: for a wrong dtype or length, a value that is not finite, or a reward
-            where nothing was sampled.
+            where nothing was sampled; the column goes to quarantine, nothing is written.
           StoreError: for an unknown segment, a wrong count, a full disk, a missing permission.
         """
         path = layout.column_path(segment, name)
@@ -125,6 +127,8 @@ class SegmentWriter:
         for trajectory_id, column_t, acted_t in zip(header.ids, columns, acted, strict=True):
             problem = column_violation(name, np.asarray(column_t), acted_t)
             if problem is not None:
+                refused = {"id": trajectory_id, "column": name}
+                self._quarantine(segment, problem, refused, {name: np.asarray(column_t)})
                 raise ContractViolation(trajectory_id, problem)
         self._commit(
             f"writing column {name} of segment {segment}",
@@ -175,20 +179,25 @@ class SegmentWriter:
         generation: bytes = self._database.read("absent").result().stamp.generation
         return generation
 
-    def _quarantine(self, segment: str, trajectory: Trajectory, problem: str) -> None:
-        fields = layout.record_fields(redacted(trajectory))
+    def _quarantine(
+        self,
+        segment: str,
+        problem: str,
+        fields: dict[str, Any],
+        arrays: dict[str, npt.NDArray[Any]],
+    ) -> None:
+        """Keep aside what the door refused; `fields` has the trajectory's id."""
         record = json.dumps(
             {"segment": segment, "problem": problem, "record": fields}, default=repr
         ).encode()
-        kept: dict[str, Any] = {"record": np.frombuffer(record, np.uint8)}
-        for name in layout.TOKEN_FIELDS:
-            array = np.asarray(getattr(trajectory, name))
+        kept = {"record": np.frombuffer(record, np.uint8)}
+        for name, array in arrays.items():
             kept[name] = np.asarray(repr(array)) if array.dtype.hasobject else array
         buffer = io.BytesIO()
-        np.savez_compressed(buffer, **kept)
+        np.savez_compressed(buffer, **kept)  # type: ignore[arg-type]
         digest = hashlib.sha256(record).hexdigest()[:16]
-        key = layout.quarantine_key(str(trajectory.id), digest)
-        action = f"putting trajectory {trajectory.id} into quarantine"
+        key = layout.quarantine_key(str(fields["id"]), digest)
+        action = f"putting trajectory {fields['id']} into quarantine"
         with store_errors(self._location, action), commit_lock(self._location):
             self._database.write(key, buffer.getvalue()).result()
 
