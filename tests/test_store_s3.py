@@ -57,17 +57,20 @@ def endpoint():
 
 
 @pytest.fixture
-def location(endpoint):
+def location(endpoint, monkeypatch):
+    # The server takes any.
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nothing-in-particular")
     bucket = f"b{uuid.uuid4().hex[:12]}"
     request = urllib.request.Request(f"{endpoint}/{bucket}", method="PUT")
-    urllib.request.urlopen(request, timeout=30).read()
+    urllib.request.urlopen(request, timeout=240).read()
     return {
         "driver": "s3",
         "bucket": bucket,
         "path": "runs/1/",
         "endpoint": endpoint,
         "aws_region": "us-east-1",
-        "aws_credentials": {"type": "anonymous"},
+        "aws_credentials": {"type": "environment"},
     }
 
 
