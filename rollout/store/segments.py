@@ -17,11 +17,19 @@ from rollout.errors import ContractViolation, StoreError
 from rollout.records import Trajectory
 from rollout.store import layout
 from rollout.store.contract import column_violation, redacted, violations
-from rollout.store.location import Location, collided, commit_lock, open_database, store_errors
+from rollout.store.location import (
+    Location,
+    collided,
+    commit_lock,
+    open_base,
+    open_database,
+    store_errors,
+)
 from rollout.store.reader import SegmentReader
 
 # Writers of disjoint keys rarely collide; each round of a collision commits at least one of them.
 _ATTEMPTS = 64
+_PROBE = "probe"
 
 
 class SegmentWriter:
@@ -45,6 +53,7 @@ class SegmentWriter:
         self._context = context or ts.Context()
         self._database = open_database(location, create=True, context=self._context)
         self._reader = SegmentReader(location, context=self._context)
+        self._probed = False
 
     def write(self, segment: str, trajectories: Sequence[Trajectory]) -> None:
         """Commit one segment atomically; a segment that exists already is left as it is.
@@ -154,6 +163,7 @@ class SegmentWriter:
         """
         with store_errors(self._location, action):
             new = keys | layout.encode_arrays(arrays)
+            self._probe()
             absent = self._absent_generation()
             for attempt in range(_ATTEMPTS):
                 transaction = ts.Transaction(atomic=True)
@@ -173,6 +183,19 @@ class SegmentWriter:
                 else:
                     return
         raise StoreError(f"{action}: gave up after {_ATTEMPTS} collisions with other writers")
+
+    def _probe(self) -> None:
+        """See that a new store can be written at all.
+
+        A transaction on a bucket that is missing or closed may end the process with a fault of
+        tensorstore (seen with 0.1.86); a plain write fails as an error.
+        """
+        if not self._probed and self._reader.version is None:
+            base = open_base(self._location, context=self._context)
+            with commit_lock(self._location):
+                base.write(_PROBE, b"x").result()
+                base.write(_PROBE, None).result()
+        self._probed = True
 
     def _absent_generation(self) -> bytes:
         """What tensorstore calls the generation of a key that has no value."""
@@ -198,8 +221,10 @@ class SegmentWriter:
         digest = hashlib.sha256(record).hexdigest()[:16]
         key = layout.quarantine_key(str(fields["id"]), digest)
         action = f"putting trajectory {fields['id']} into quarantine"
-        with store_errors(self._location, action), commit_lock(self._location):
-            self._database.write(key, buffer.getvalue()).result()
+        with store_errors(self._location, action):
+            self._probe()
+            with commit_lock(self._location):
+                self._database.write(key, buffer.getvalue()).result()
 
 
 def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
