@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -263,6 +264,78 @@ def test_a_newer_schema_is_refused_and_an_older_record_reads(tmp_path) -> None:
         del record[name]
     arrays = {name: getattr(trajectory, name) for name in layout.TOKEN_FIELDS}
     assert_same(trajectory, layout.decode_trajectory(json.dumps(record).encode(), arrays, 1))
+
+
+def test_a_manifest_half_written_by_a_killed_writer_does_no_harm(tmp_path) -> None:
+    writer = SegmentWriter(tmp_path, vocab_size=VOCAB)
+    writer.write("s", [make("a")])
+    # What a kill between writing the next manifest and renaming it leaves behind.
+    (tmp_path / "manifest.ocdbt.__lock").write_bytes(b"x" * 4000)
+    writer.write("t", [make("b")])
+    reader = SegmentReader(tmp_path)
+    assert reader.segments() == ("s", "t")
+    assert_same(make("a"), reader.get("a"))
+
+
+def test_a_store_of_layout_1_reads_and_grows(tmp_path) -> None:
+    # tests/data/store_layout_1 was written by the first store: no checksums, zeros left out.
+    shutil.copytree(ROOT / "tests/data/store_layout_1", tmp_path / "store")
+    reader = SegmentReader(tmp_path / "store")
+    silent = make(
+        "b",
+        seed=2,
+        acted_t=np.zeros(12, bool),
+        logprob_t=np.zeros(12, np.float32),
+        weight_version_t=np.full(12, -1, np.int32),
+        turn_t=np.zeros(12, np.int32),
+        verdict=None,
+        fault=Fault("sandbox-dead", "gone"),
+        finish="fault",
+    )
+    expected = {"a": make("a", 12, 1), "b": silent, "c": make("c", 40, 3), "d": make("d", 0, 4)}
+    assert {t.id for t in reader} == set(expected)
+    for name, trajectory in expected.items():
+        assert_same(trajectory, reader.get(name))
+    (column,) = reader.read_columns("rsr-1/0", "value_t")
+    np.testing.assert_array_equal(column, np.arange(12, dtype=np.float32), strict=True)
+    np.testing.assert_array_equal(
+        reader.get_columns("b")["value_t"], np.zeros(12, np.float32), strict=True
+    )
+    writer = SegmentWriter(tmp_path / "store", vocab_size=VOCAB)
+    writer.write("rpr-1/1", [make("e")])
+    writer.write_columns("rpr-1/0", "value_t", [np.ones(40, np.float32), np.ones(0, np.float32)])
+    assert_same(make("e"), reader.get("e"))
+    assert reader.columns("rpr-1/0") == ("value_t",)
+
+
+def test_a_newer_layout_is_refused(tmp_path) -> None:
+    SegmentWriter(tmp_path, vocab_size=VOCAB).write("s", [make("a")])
+    database = ts.KvStore.open(f"file://{tmp_path}/|ocdbt:").result()
+    header = json.loads(database[layout.header_key("s")])
+    database[layout.header_key("s")] = json.dumps({**header, "layout_version": 3})
+    with pytest.raises(StoreError, match=r"layout version 3; this trsi-jax reads up to 2"):
+        SegmentReader(tmp_path).read("s")
+
+
+def test_a_missing_chunk_is_an_error_and_never_zeros(tmp_path) -> None:
+    batch = [make("a", 3000)]
+    SegmentWriter(tmp_path, vocab_size=VOCAB).write("s", batch)
+    database = ts.KvStore.open(f"file://{tmp_path}/|ocdbt:").result()
+    del database[layout.tokens_path("s", "token_ids") + "c/0"]
+    with pytest.raises(StoreError, match="missing"):
+        SegmentReader(tmp_path).read("s")
+
+
+def test_a_flipped_bit_is_an_error(tmp_path) -> None:
+    SegmentWriter(tmp_path, vocab_size=VOCAB).write("s", [make("a", 3000)])
+    (data,) = (tmp_path / "d").iterdir()
+    stored = bytearray(data.read_bytes())
+    database = ts.KvStore.open(f"file://{tmp_path}/|ocdbt:").result()
+    chunk = database[layout.tokens_path("s", "token_ids") + "c/0"]
+    stored[stored.index(chunk) + len(chunk) // 2] ^= 1
+    data.write_bytes(stored)
+    with pytest.raises(StoreError, match="reading the store"):
+        SegmentReader(tmp_path).read("s")
 
 
 def test_names_that_would_break_the_keys_are_refused(tmp_path) -> None:

@@ -131,6 +131,10 @@ def test_a_secret_of_the_environment_is_refused_and_not_kept(tmp_path, monkeypat
     kept = SegmentReader(tmp_path).quarantined()
     assert len(kept) == 2
     assert secret not in repr(kept)
+    fault = make("leak2", verdict=None, fault=Fault("sandbox-dead", secret), finish="fault")
+    with pytest.raises(ContractViolation, match="the fault's message shows the value"):
+        writer.write("s", [fault])
+    assert secret not in repr(SegmentReader(tmp_path).quarantined())
     monkeypatch.delenv("REGISTRY_PASSWORD")
     writer.write("s", [make("harmless", provenance={"command": f"login {secret}"})])
 
@@ -140,3 +144,25 @@ def test_a_place_that_cannot_be_written_is_one_clear_line(tmp_path) -> None:
     with pytest.raises(StoreError, match="writing segment s") as caught:
         SegmentWriter(tmp_path / "file", vocab_size=VOCAB).write("s", [make("a")])
     assert "\n" not in str(caught.value)
+
+
+def test_a_value_that_looks_secret_counts_whatever_its_variable_is_called(monkeypatch) -> None:
+    monkeypatch.setenv("HARMLESS", "sk-" + "a1b2" * 6)
+    found = violations(
+        [make("a", turns=(Turn("env", "HARMLESS=sk-" + "a1b2" * 6, 0),))], vocab_size=VOCAB
+    )
+    assert found == {0: "turn 0 shows the value of environment variable HARMLESS"}
+
+
+def test_a_refused_column_goes_to_quarantine(tmp_path) -> None:
+    writer = SegmentWriter(tmp_path, vocab_size=VOCAB)
+    writer.write("s", [make("a")])
+    stray = np.full(12, 0.5, np.float32)
+    with pytest.raises(
+        ContractViolation, match=r"trajectory a: column reward_t is 0\.5 at token 0"
+    ):
+        writer.write_columns("s", "reward_t", [stray])
+    (kept,) = SegmentReader(tmp_path).quarantined()
+    assert (kept.id, kept.segment, kept.record["column"]) == ("a", "s", "reward_t")
+    np.testing.assert_array_equal(kept.arrays["reward_t"], stray, strict=True)
+    assert SegmentReader(tmp_path).columns("s") == ()

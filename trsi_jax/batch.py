@@ -318,6 +318,36 @@ def pack(
     )
 
 
+def pack_rows(rows: Sequence[Sequence[Example]], *, length: int) -> PackedBatch:
+    """Lay sequences out in the rows that a loader chose.
+
+    Args:
+      rows: for each row, its sequences in order; a row may be empty.
+      length: L, tokens of a row.
+
+    Returns:
+      One batch of len(rows) rows of L tokens.
+
+    Raises:
+      ValueError: for a row that holds more than L tokens, and for what `pack` refuses.
+    """
+    examples = [example for row in rows for example in row]
+    names = tuple(examples[0].columns) if examples else ()
+    place = np.zeros((4, len(examples)), np.int64)  # batch, row, offset, segment id
+    number = 0
+    for r, row in enumerate(rows):
+        offset = 0
+        for segment, example in enumerate(row, 1):
+            _check_example(number, example, names)
+            place[1:, number] = r, offset, segment
+            offset += example.token_ids.size
+            number += 1
+        if offset > length:
+            raise ValueError(f"row {r} has {offset} tokens, a row holds {length}")
+    (batch,) = _scatter(examples, names, place, (1, len(rows), length))
+    return batch
+
+
 def to_predictor(x: jax.Array, segment_ids: jax.Array) -> jax.Array:
     """Move a token-aligned array to the positions that predict the tokens.
 

@@ -94,7 +94,7 @@ def column_violation(
 
 
 def redacted(trajectory: Trajectory) -> Trajectory:
-    """The trajectory without what looks secret in its provenance and its turns."""
+    """The trajectory without what looks secret in its provenance, its turns and its fault."""
     environment = _secret_environment()
 
     def clean(text: str) -> str:
@@ -112,6 +112,9 @@ def redacted(trajectory: Trajectory) -> Trajectory:
             dataclasses.replace(t, command=clean(t.command), observation=clean(t.observation))
             for t in trajectory.turns
         ),
+        fault=None
+        if trajectory.fault is None
+        else dataclasses.replace(trajectory.fault, message=clean(trajectory.fault.message)),
     )
 
 
@@ -147,6 +150,8 @@ def _leak(
         for i, turn in enumerate(trajectory.turns):
             if secret in turn.command or secret in turn.observation:
                 return f"turn {i} shows the value of environment variable {name}"
+        if trajectory.fault is not None and secret in trajectory.fault.message:
+            return f"the fault's message shows the value of environment variable {name}"
     return None
 
 
@@ -224,5 +229,6 @@ def _secret_environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if len(value) >= _MIN_SECRET_LENGTH and _SECRET_NAME.search(name)
+        if len(value) >= _MIN_SECRET_LENGTH
+        and (_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
     }

@@ -2,14 +2,24 @@
 
 Keys of the database (`name` is the segment's name, percent-encoded to hold no slash):
 
-  headers/<name>                 JSON: schema version, ids, tokens and record bytes of each
+  headers/<name>                 JSON: versions, ids, tokens and record bytes of each, and where
+                                 a compaction put the arrays
   tokens/<name>/<field>/         zarr3 array, the field of all trajectories end to end
   records/<name>/                zarr3 array of bytes, the JSON of all trajectories end to end
   columns/<name>/<column>/       zarr3 array [tokens] float32, added later
   ids/<trajectory id>            "<place>:<segment>", where the trajectory lies
   quarantine/<id>/<digest>       what the door refused
+  compaction, compactor          what compactions did, and who may do the next
 
-Every array is chunked at 65,536 elements and compressed with zstd at level 1.
+Arrays of the database are chunked at 65,536 elements and compressed with zstd at level 1. A
+compaction moves them out of the database, beside it, into sealed sets of sharded zarr3 arrays in
+which many segments lie end to end:
+
+  sealed/<set>/<field>/          as tokens/<name>/<field>/
+  sealed/<set>/records/          as records/<name>/
+  sealed/<set>/columns/<column>/ as columns/<name>/<column>/
+
+Layout 1 had neither sealed sets nor checksums, and left out chunks of zeros; it is still read.
 """
 
 from __future__ import annotations
@@ -18,7 +28,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -37,7 +47,12 @@ TOKEN_FIELDS: Mapping[str, np.dtype[Any]] = {
     "weight_version_t": np.dtype(np.int32),
 }
 
+LAYOUT_VERSION = 2
+SEALED = "sealed/"
+
 _CHUNK = 65536
+_SEALED_CHUNK = 16384
+_SHARD = 256 * _SEALED_CHUNK
 _SEGMENT_NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 _COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _RECORD_FIELDS = tuple(
@@ -48,18 +63,54 @@ _RECORD_FIELDS = tuple(
 
 
 @dataclass(frozen=True, slots=True)
+class Sealed:
+    """Where the arrays of a segment lie after a compaction.
+
+    Attributes:
+      set: name of the sealed set.
+      tokens: place of the segment's first token in the set's token arrays.
+      records: place of its first byte in the set's records.
+      sha256: of the token arrays in the order of `TOKEN_FIELDS`, then the records.
+    """
+
+    set: str
+    tokens: int
+    records: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class SealedColumn:
+    """Where a column lies after a compaction, and since which version the store has it."""
+
+    set: str
+    tokens: int
+    sha256: str
+    born: int
+
+
+@dataclass(frozen=True, slots=True)
 class Header:
     """What is known of a segment without reading its arrays.
 
     Attributes:
       lengths: tokens of each trajectory.
       record_bytes: bytes of each trajectory's JSON.
+      schema_version: of the records.
+      layout_version: of the arrays.
+      born: first version of the store that has the segment; None before its compaction.
+      sealed: where the arrays lie; None while they lie in the database.
+      columns: the columns that a compaction sealed.
     """
 
     ids: tuple[str, ...]
     lengths: tuple[int, ...]
     record_bytes: tuple[int, ...]
     schema_version: int = SCHEMA_VERSION
+    layout_version: int = LAYOUT_VERSION
+    born: int | None = None
+    sealed: Sealed | None = None
+    columns: Mapping[str, SealedColumn] = field(default_factory=dict)
 
 
 def segment_key(segment: str) -> str:
@@ -86,9 +137,9 @@ def header_key(segment: str) -> str:
     return f"headers/{segment_key(segment)}"
 
 
-def tokens_path(segment: str, field: str) -> str:
-    """Path of one array of the segment."""
-    return f"tokens/{segment_key(segment)}/{field}/"
+def tokens_path(segment: str, name: str = "") -> str:
+    """Path of one token array of the segment, or of all of them."""
+    return f"tokens/{segment_key(segment)}/{f'{name}/' if name else ''}"
 
 
 def records_path(segment: str) -> str:
@@ -106,6 +157,11 @@ def column_path(segment: str, column: str = "") -> str:
     return f"columns/{segment_key(segment)}/{f'{column}/' if column else ''}"
 
 
+def file_name(trajectory_id: str) -> str:
+    """The trajectory's id as the name of a file."""
+    return quote(trajectory_id, safe=" #@=+,")
+
+
 def id_key(trajectory_id: str) -> str:
     """Key that says where a trajectory lies."""
     return f"ids/{trajectory_id}"
@@ -116,11 +172,52 @@ def quarantine_key(trajectory_id: str, digest: str) -> str:
     return f"quarantine/{quote(trajectory_id, safe='')}/{digest}"
 
 
-def array_spec(kvstore: Any, path: str) -> dict[str, Any]:
-    """Spec of an existing array of the database."""
+def sealed_path(sealed_set: str, array: str = "") -> str:
+    """Path, beside the database, of one array of a sealed set, or of all of them."""
+    return f"{SEALED}{sealed_set}/{f'{array}/' if array else ''}"
+
+
+def array_spec(kvstore: Any, path: str, *, zeros: bool = False) -> dict[str, Any]:
+    """Spec of an existing array.
+
+    Args:
+      kvstore: what `path` is relative to.
+      path: of the array.
+      zeros: read a chunk that is missing as zeros; otherwise it is an error, so that no reader
+        can take a hole for data.
+    """
     spec = kvstore.spec().to_json()
-    spec["path"] = path
-    return {"driver": "zarr3", "kvstore": spec}
+    spec["path"] = f"{spec.get('path', '')}{path}"
+    return {"driver": "zarr3", "kvstore": spec, "fill_missing_data_reads": zeros}
+
+
+def sealed_spec(kvstore: Any, path: str, size: int, dtype: npt.DTypeLike) -> dict[str, Any]:
+    """Spec of a new array of a sealed set: small chunks to read, few large files to keep."""
+    spec = array_spec(kvstore, path)
+    inner = min(_SEALED_CHUNK, max(size, 1))
+    # A whole number of chunks, and no larger than the array needs.
+    shard = min(_SHARD, -(-max(size, 1) // inner) * inner)
+    codec = {
+        "name": "sharding_indexed",
+        "configuration": {
+            "chunk_shape": [inner],
+            "codecs": _codecs(np.dtype(dtype)),
+            "index_codecs": [_raw(np.dtype(np.uint64)), {"name": "crc32c"}],
+        },
+    }
+    return spec | _metadata(size, np.dtype(dtype), shard, [codec])
+
+
+def array_dtype(array: str) -> np.dtype[Any]:
+    """Dtype of an array of a sealed set: a token field, "records", or "columns/<column>"."""
+    if array == "records":
+        return np.dtype(np.uint8)
+    return TOKEN_FIELDS.get(array, np.dtype(np.float32))
+
+
+def shard_edges(size: int) -> list[int]:
+    """Places at which an array of a sealed set must be cut for each write to be a whole shard."""
+    return [*range(0, size, _SHARD), size]
 
 
 def encode_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, bytes]:
@@ -144,48 +241,71 @@ def encode_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, bytes]:
 
 
 def _new_array_spec(path: str, array: npt.NDArray[Any]) -> dict[str, Any]:
-    raw: dict[str, Any] = {"name": "bytes"}
-    if array.dtype.itemsize > 1:
-        raw["configuration"] = {"endian": "little"}
+    spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {"driver": "memory", "path": path}}
+    chunk = min(max(array.size, 1), _CHUNK)
+    return spec | _metadata(array.size, array.dtype, chunk, _codecs(array.dtype))
+
+
+def _metadata(
+    size: int, dtype: np.dtype[Any], chunk: int, codecs: list[dict[str, Any]]
+) -> dict[str, Any]:
     return {
-        "driver": "zarr3",
-        "kvstore": {"driver": "memory", "path": path},
         "metadata": {
-            "shape": [array.size],
-            "data_type": str(array.dtype),
-            "chunk_grid": {
-                "name": "regular",
-                "configuration": {"chunk_shape": [min(max(array.size, 1), _CHUNK)]},
-            },
-            "codecs": [raw, {"name": "zstd", "configuration": {"level": 1}}],
+            "shape": [size],
+            "data_type": str(dtype),
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [chunk]}},
+            "codecs": codecs,
         },
+        "store_data_equal_to_fill_value": True,
     }
+
+
+def _codecs(dtype: np.dtype[Any]) -> list[dict[str, Any]]:
+    return [
+        _raw(dtype),
+        {"name": "zstd", "configuration": {"level": 1}},
+        {"name": "crc32c"},
+    ]
+
+
+def _raw(dtype: np.dtype[Any]) -> dict[str, Any]:
+    if dtype.itemsize == 1:
+        return {"name": "bytes"}
+    return {"name": "bytes", "configuration": {"endian": "little"}}
 
 
 def encode_header(header: Header) -> bytes:
     """The header as JSON."""
-    fields = {f.name: getattr(header, f.name) for f in dataclasses.fields(Header)}
-    return json.dumps(fields).encode()
+    return json.dumps(dataclasses.asdict(header)).encode()
 
 
 def decode_header(data: bytes, segment: str) -> Header:
-    """Inverse of `encode_header`.
+    """Inverse of `encode_header`, of this and of every older layout.
 
     Raises:
-      StoreError: for a schema newer than this program's.
+      StoreError: for a schema or a layout newer than this program's.
     """
     fields = json.loads(data)
-    version = fields["schema_version"]
-    if version > SCHEMA_VERSION:
-        raise StoreError(
-            f"segment {segment} has schema version {version}; this trsi-jax reads up to "
-            f"{SCHEMA_VERSION}: install a newer one"
-        )
+    layout_version = fields.get("layout_version", 1)
+    for name, version, known in (
+        ("schema", fields["schema_version"], SCHEMA_VERSION),
+        ("layout", layout_version, LAYOUT_VERSION),
+    ):
+        if version > known:
+            raise StoreError(
+                f"segment {segment} has {name} version {version}; this trsi-jax reads up to "
+                f"{known}: install a newer one"
+            )
+    sealed = fields.get("sealed")
     return Header(
         ids=tuple(fields["ids"]),
         lengths=tuple(fields["lengths"]),
         record_bytes=tuple(fields["record_bytes"]),
-        schema_version=version,
+        schema_version=fields["schema_version"],
+        layout_version=layout_version,
+        born=fields.get("born"),
+        sealed=None if sealed is None else Sealed(**sealed),
+        columns={k: SealedColumn(**v) for k, v in fields.get("columns", {}).items()},
     )
 
 

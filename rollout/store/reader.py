@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,20 +16,31 @@ import tensorstore as ts
 from rollout.errors import StoreError
 from rollout.records import Trajectory
 from rollout.store import layout
+from rollout.store.history import COMPACTION_KEY, Compaction, decode_compaction
 from rollout.store.location import (
     Location,
     describe,
     newest_version,
+    open_base,
     open_database,
     store_errors,
 )
 
 _CACHE_BYTES = 64 * 1024 * 1024
+# A read fails at most once for each compaction that ends while it is under way.
+_ATTEMPTS = 16
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """What the door refused, as far as it could be kept; secrets are removed."""
+    """What the door refused, as far as it could be kept; secrets are removed.
+
+    Attributes:
+      record: the trajectory's fields, or the id and the name of a refused column.
+      arrays: its token arrays, or the column.
+    """
 
     id: str
     segment: str
@@ -41,9 +52,10 @@ class Quarantined:
 class SegmentReader:
     """Implements `rollout.protocols.TrajectoryReader` on an OCDBT database.
 
-    A reader sees each segment whole or not at all, however many writers are at work. Without a
-    version it follows the newest commit (a store that does not exist yet reads as empty); with
-    one it gives the same trajectories for ever. Arrays that it returns are read-only.
+    A reader sees each segment whole or not at all, however many writers are at work, and whatever
+    a compactor moves meanwhile. Without a version it follows the newest commit (a store that does
+    not exist yet reads as empty); with one it gives the same trajectories for ever. Arrays that it
+    returns are read-only.
     """
 
     def __init__(
@@ -53,16 +65,15 @@ class SegmentReader:
         self._location = location
         self._version = version
         self._context = context or ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
-        self._database = open_database(location, version=version, context=self._context)
-        self._headers: dict[str, layout.Header] = {}
-        self._arrays: dict[str, Any] = {}
+        self._base = open_base(location, context=self._context)
+        self._view: _View | None = None
 
     @property
     def version(self) -> int | None:
         """The pinned version, or the newest one; None while there is no store."""
         if self._version is not None:
             return self._version
-        return newest_version(self._location, context=self._context)
+        return newest_version(self._location, base=self._base)
 
     def pinned(self) -> SegmentReader:
         """A reader of what is committed now, whatever is written later.
@@ -77,44 +88,36 @@ class SegmentReader:
 
     def segments(self) -> tuple[str, ...]:
         """Names of the committed segments, sorted."""
-        return tuple(sorted(layout.segment_name(k) for k in self._names("headers/")))
+        return self._reading(lambda view: view.segments())
 
     def has(self, segment: str) -> bool:
         """Whether the segment is committed."""
-        return segment in self._headers or self._value(layout.header_key(segment)) is not None
+        return self._reading(lambda view: view.find_header(segment)) is not None
 
     def header(self, segment: str) -> layout.Header:
         """Ids and lengths of a segment. Raises `StoreError` for one that is not committed."""
-        if segment not in self._headers:
-            data = self._value(layout.header_key(segment))
-            if data is None:
-                raise StoreError(
-                    f"no segment {segment} in {describe(self._location)}; it has "
-                    f"{_some(self.segments())}"
-                )
-            self._headers[segment] = layout.decode_header(data, segment)
-        return self._headers[segment]
+        return self._reading(lambda view: view.header(segment))
 
     def ids(self) -> tuple[str, ...]:
         """Ids of every committed trajectory, sorted."""
-        return tuple(sorted(self._names("ids/")))
+        return self._reading(lambda view: view.ids())
 
     def read(self, segment: str) -> tuple[Trajectory, ...]:
         """All trajectories of a segment, in the order written."""
-        return self._read(segment, 0, len(self.header(segment).ids))
+        return self._reading(lambda view: view.read(segment, 0, len(view.header(segment).ids)))
 
     def get(self, trajectory_id: str) -> Trajectory:
         """One trajectory by id. Raises `StoreError` that names the id if there is none."""
-        segment, index = self._place(trajectory_id)
-        return self._read(segment, index, index + 1)[0]
+
+        def one(view: _View) -> Trajectory:
+            segment, index = view.place(trajectory_id)
+            return view.read(segment, index, index + 1)[0]
+
+        return self._reading(one)
 
     def find(self, trajectory_id: str) -> tuple[str, int] | None:
         """Segment of a trajectory and its place there; None if it is not stored."""
-        data = self._value(layout.id_key(trajectory_id))
-        if data is None:
-            return None
-        index, segment = data.decode().split(":", 1)
-        return segment, int(index)
+        return self._reading(lambda view: view.find(trajectory_id))
 
     def __iter__(self) -> Iterator[Trajectory]:
         """Every trajectory, segment by segment."""
@@ -123,14 +126,15 @@ class SegmentReader:
 
     def read_tokens(self, segment: str, field: str) -> tuple[npt.NDArray[Any], ...]:
         """One token array of every trajectory of a segment."""
-        header = self.header(segment)
-        flat = self._slices({layout.tokens_path(segment, field): (0, sum(header.lengths))})[0]
-        return _split(flat, layout.bounds(header.lengths))
+        return self._reading(lambda view: view.read_tokens(segment, field))
+
+    def read_records(self, segment: str) -> npt.NDArray[np.uint8]:
+        """The records of a segment as stored: JSON, end to end."""
+        return self._reading(lambda view: view.read_records(segment))
 
     def columns(self, segment: str) -> tuple[str, ...]:
         """Names of the columns beside a segment, sorted."""
-        names = self._names(layout.column_path(segment))
-        return tuple(sorted({name.split("/")[0] for name in names}))
+        return self._reading(lambda view: view.columns(segment))
 
     def read_columns(self, segment: str, name: str) -> tuple[npt.NDArray[np.float32], ...]:
         """One column of every trajectory of a segment, [T_i] float32 each.
@@ -138,25 +142,195 @@ class SegmentReader:
         Raises:
           StoreError: for an unknown segment or column.
         """
-        header = self.header(segment)
-        self._check_column(segment, name)
-        flat = self._slices({layout.column_path(segment, name): (0, sum(header.lengths))})[0]
-        return _split(flat, layout.bounds(header.lengths))
+        return self._reading(lambda view: view.read_columns(segment, name))
 
     def get_columns(self, trajectory_id: str) -> dict[str, npt.NDArray[np.float32]]:
         """Every column of one trajectory by name, [T] float32 each."""
-        segment, index = self._place(trajectory_id)
-        offset = layout.bounds(self.header(segment).lengths)
-        names = self.columns(segment)
-        span = (int(offset[index]), int(offset[index + 1]))
-        values = self._slices({layout.column_path(segment, name): span for name in names})
-        return dict(zip(names, values, strict=True))
+        return self._reading(lambda view: view.get_columns(*view.place(trajectory_id)))
+
+    def get_many(
+        self, places: Mapping[str, tuple[str, int]], columns: tuple[str, ...] = ()
+    ) -> dict[str, tuple[Trajectory, dict[str, npt.NDArray[np.float32]]]]:
+        """Several trajectories and some of their columns, read at once.
+
+        Args:
+          places: trajectory id -> segment and place there, as `find` gives it.
+          columns: names of columns to read with each.
+
+        Raises:
+          StoreError: for an unknown segment or column.
+        """
+        return self._reading(lambda view: view.get_many(places, columns))
+
+    def believing(self, headers: Mapping[str, layout.Header]) -> SegmentReader:
+        """A reader of the same version that takes the headers given for the committed ones."""
+        reader = SegmentReader(self._location, version=self.version, context=self._context)
+        reader._current()._headers.update(headers)
+        return reader
 
     def quarantined(self) -> tuple[Quarantined, ...]:
-        """Everything that the door refused."""
+        """Everything that the door refused by the newest commit, pinned or not."""
+        return self._reading(lambda view: view.quarantined())
+
+    def _reading(self, read: Callable[[_View], T]) -> T:
+        """Read from one version, again from a later one if a compactor took it away meanwhile."""
+        for attempt in range(_ATTEMPTS):
+            view = self._current()
+            try:
+                return read(view)
+            except StoreError as error:
+                self._view = None
+                gone = self._current().compaction.at != view.compaction.at
+                if not gone or attempt == _ATTEMPTS - 1:
+                    raise error
+        raise AssertionError("unreachable")
+
+    def _current(self) -> _View:
+        if self._view is not None and self._view.limit is not None:
+            return self._view
+        if self._view is not None and self._version is not None:
+            return self._view
+        newest = newest_version(self._location, base=self._base)
+        if self._view is None or self._view.version != newest:
+            self._view = self._open(newest)
+        return self._view
+
+    def _open(self, newest: int | None) -> _View:
+        latest = _View(self, newest, None, Compaction())
+        if newest is None:
+            return latest
+        latest.compaction = decode_compaction(latest.value(COMPACTION_KEY))
+        if self._version is None:
+            return latest
+        if self._version < latest.compaction.at:
+            return _View(self, newest, self._version, latest.compaction)
+        return _View(self, self._version, None, latest.compaction)
+
+
+class _View:
+    """What one version of the database holds.
+
+    Attributes:
+      version: the version read from; None where there is no database.
+      limit: hide what was born after this version; None shows all.
+      compaction: what was known of compactions when the view was opened.
+    """
+
+    def __init__(
+        self, reader: SegmentReader, version: int | None, limit: int | None, compaction: Compaction
+    ) -> None:
+        self._location = reader._location
+        self._context = reader._context
+        self._base = reader._base
+        self.version = version
+        self.limit = limit
+        self.compaction = compaction
+        self._database = open_database(self._location, version=version, context=self._context)
+        self._headers: dict[str, layout.Header] = {}
+        self._arrays: dict[str, Any] = {}
+
+    def segments(self) -> tuple[str, ...]:
+        names = sorted(layout.segment_name(k) for k in self._names("headers/"))
+        if self.limit is None:
+            return tuple(names)
+        unknown = [name for name in names if name not in self._headers]
+        for name, data in zip(unknown, self._values(map(layout.header_key, unknown)), strict=True):
+            self._headers[name] = layout.decode_header(data or b"", name)
+        return tuple(n for n in names if self._born(layout.header_key(n), self._headers[n].born))
+
+    def find_header(self, segment: str) -> layout.Header | None:
+        key = layout.header_key(segment)
+        if segment not in self._headers:
+            data = self.value(key)
+            if data is None:
+                return None
+            self._headers[segment] = layout.decode_header(data, segment)
+        header = self._headers[segment]
+        return header if self._born(key, header.born) else None
+
+    def header(self, segment: str) -> layout.Header:
+        header = self.find_header(segment)
+        if header is None:
+            raise StoreError(
+                f"no segment {segment} in {describe(self._location)}; it has "
+                f"{_some(self.segments())}"
+            )
+        return header
+
+    def ids(self) -> tuple[str, ...]:
+        if self.limit is None:
+            return tuple(sorted(self._names("ids/")))
+        return tuple(sorted(i for s in self.segments() for i in self._headers[s].ids))
+
+    def find(self, trajectory_id: str) -> tuple[str, int] | None:
+        data = self.value(layout.id_key(trajectory_id))
+        if data is None:
+            return None
+        index, segment = data.decode().split(":", 1)
+        return None if self.find_header(segment) is None else (segment, int(index))
+
+    def place(self, trajectory_id: str) -> tuple[str, int]:
+        place = self.find(trajectory_id)
+        if place is None:
+            raise StoreError(f"no trajectory {trajectory_id!r} in {describe(self._location)}")
+        return place
+
+    def read(self, segment: str, start: int, stop: int) -> tuple[Trajectory, ...]:
+        header = self.header(segment)
+        return _trajectories(header, start, stop, self._slices(self._spans(segment, start, stop)))
+
+    def read_tokens(self, segment: str, field: str) -> tuple[npt.NDArray[Any], ...]:
+        header = self.header(segment)
+        spans = self._spans(segment, 0, len(header.ids))
+        (flat,) = self._slices([spans[list(layout.TOKEN_FIELDS).index(field)]])
+        return _split(flat, layout.bounds(header.lengths))
+
+    def read_records(self, segment: str) -> npt.NDArray[np.uint8]:
+        (flat,) = self._slices(self._spans(segment, 0, len(self.header(segment).ids))[-1:])
+        return flat
+
+    def columns(self, segment: str) -> tuple[str, ...]:
+        header = self.find_header(segment)
+        if header is None:
+            return ()
+        names = {name.split("/")[0] for name in self._names(layout.column_path(segment))}
+        seen = {n for n in names if self._born(layout.column_path(segment, n), None)}
+        seen |= {n for n, c in header.columns.items() if self.limit is None or c.born <= self.limit}
+        return tuple(sorted(seen))
+
+    def read_columns(self, segment: str, name: str) -> tuple[npt.NDArray[np.float32], ...]:
+        header = self.header(segment)
+        self._check_column(segment, name)
+        (flat,) = self._slices([self._column_span(segment, name, 0, sum(header.lengths))])
+        return _split(flat, layout.bounds(header.lengths))
+
+    def get_columns(self, segment: str, index: int) -> dict[str, npt.NDArray[np.float32]]:
+        names = self.columns(segment)
+        span = self._span(segment, index)
+        values = self._slices([self._column_span(segment, name, *span) for name in names])
+        return dict(zip(names, values, strict=True))
+
+    def get_many(
+        self, places: Mapping[str, tuple[str, int]], columns: tuple[str, ...]
+    ) -> dict[str, tuple[Trajectory, dict[str, npt.NDArray[np.float32]]]]:
+        spans = []
+        for segment, index in places.values():
+            spans += self._spans(segment, index, index + 1)
+            for name in columns:
+                self._check_column(segment, name)
+                spans.append(self._column_span(segment, name, *self._span(segment, index)))
+        arrays = iter(self._slices(spans))
+        found = {}
+        for name, (segment, index) in places.items():
+            of_one = [next(arrays) for _ in range(len(layout.TOKEN_FIELDS) + 1)]
+            (trajectory,) = _trajectories(self.header(segment), index, index + 1, of_one)
+            found[name] = (trajectory, {column: next(arrays) for column in columns})
+        return found
+
+    def quarantined(self) -> tuple[Quarantined, ...]:
         found = []
-        for name in sorted(self._names("quarantine/")):
-            data = self._value(f"quarantine/{name}")
+        keys = sorted(f"quarantine/{name}" for name in self._names("quarantine/"))
+        for data in self._values(keys):
             with np.load(io.BytesIO(data or b""), allow_pickle=False) as archive:
                 entry = json.loads(archive["record"].tobytes())
                 arrays = {k: archive[k] for k in archive.files if k != "record"}
@@ -171,67 +345,143 @@ class SegmentReader:
             )
         return tuple(found)
 
-    def _place(self, trajectory_id: str) -> tuple[str, int]:
-        place = self.find(trajectory_id)
-        if place is None:
-            raise StoreError(f"no trajectory {trajectory_id!r} in {describe(self._location)}")
-        return place
+    def value(self, key: str) -> bytes | None:
+        """A key's value; None if there is none."""
+        return self._values([key])[0]
 
-    def _check_column(self, segment: str, name: str) -> None:
-        names = self.columns(segment)
-        if name not in names:
-            raise StoreError(f"no column {name!r} beside segment {segment}; it has {_some(names)}")
-
-    def _read(self, segment: str, start: int, stop: int) -> tuple[Trajectory, ...]:
-        header = self.header(segment)
-        tokens = layout.bounds(header.lengths)[start : stop + 1]
-        records = layout.bounds(header.record_bytes)[start : stop + 1]
-        spans = {
-            layout.tokens_path(segment, field): (int(tokens[0]), int(tokens[-1]))
-            for field in layout.TOKEN_FIELDS
-        }
-        spans[layout.records_path(segment)] = (int(records[0]), int(records[-1]))
-        *arrays, text = self._slices(spans)
-        fields = [_split(array, tokens - tokens[0]) for array in arrays]
-        return tuple(
-            layout.decode_trajectory(
-                record.tobytes(),
-                dict(zip(layout.TOKEN_FIELDS, of_one, strict=True)),
-                header.schema_version,
-            )
-            for record, *of_one in zip(_split(text, records - records[0]), *fields, strict=True)
-        )
-
-    def _slices(self, spans: dict[str, tuple[int, int]]) -> list[npt.NDArray[Any]]:
-        """Elements [start, stop) of several arrays, read at once."""
+    def _values(self, keys: Any) -> list[bytes | None]:
         with store_errors(self._location, "reading the store"):
-            opening = {
-                path: ts.open(
-                    layout.array_spec(self._database, path),
-                    open=True,
-                    read=True,
-                    context=self._context,
-                )
-                for path in spans
-                if path not in self._arrays
-            }
-            self._arrays.update({path: future.result() for path, future in opening.items()})
-            pending = [self._arrays[path][a:b].read() for path, (a, b) in spans.items()]
-            arrays = [future.result() for future in pending]
-        for array in arrays:
-            array.setflags(write=False)
-        return arrays
+            pending = [(key, self._database.read(key)) for key in keys]
+            results = [(key, future.result()) for key, future in pending]
+            for key, result in results:
+                # tensorstore reads a value whose data file is gone as empty, or as no value.
+                # No value of a store is empty.
+                if (result.state != "value" or not result.value) and self._listed(key):
+                    raise ValueError(f"the value of {key} is gone")
+        return [r.value if r.state == "value" else None for _, r in results]
 
-    def _value(self, key: str) -> bytes | None:
-        with store_errors(self._location, "reading the store"):
-            result = self._database.read(key).result()
-        return result.value if result.state == "value" else None
+    def _listed(self, key: str) -> bool:
+        return bool(self._database.list(ts.KvStore.KeyRange(key, f"{key}\0")).result())
 
     def _names(self, prefix: str) -> list[str]:
         """Keys that begin with `prefix`, a path that ends in a slash, without it."""
         with store_errors(self._location, "listing the store"):
             keys = self._database.list(ts.KvStore.KeyRange(prefix, f"{prefix[:-1]}0")).result()
         return [key.decode().removeprefix(prefix) for key in keys]
+
+    def _born(self, key: str, born: int | None) -> bool:
+        """Whether the view shows what was born at a version, or by the record of compactions."""
+        if self.limit is None:
+            return True
+        since = born if born is not None else self.compaction.born.get(key)
+        return since is not None and since <= self.limit
+
+    def _check_column(self, segment: str, name: str) -> None:
+        if name in self.header(segment).columns:
+            return
+        names = self.columns(segment)
+        if name not in names:
+            raise StoreError(f"no column {name!r} beside segment {segment}; it has {_some(names)}")
+
+    def _span(self, segment: str, index: int) -> tuple[int, int]:
+        """First and last token, exclusive, of a trajectory within its segment."""
+        offset = layout.bounds(self.header(segment).lengths)
+        return int(offset[index]), int(offset[index + 1])
+
+    def _spans(self, segment: str, start: int, stop: int) -> list[_Slice]:
+        """Where the token arrays of trajectories [start, stop) lie, then their records."""
+        header = self.header(segment)
+        tokens = layout.bounds(header.lengths)
+        records = layout.bounds(header.record_bytes)
+        sealed = header.sealed
+        token_base, record_base = (sealed.tokens, sealed.records) if sealed else (0, 0)
+        first, last = token_base + int(tokens[start]), token_base + int(tokens[stop])
+        spans = [
+            _Slice(
+                layout.sealed_path(sealed.set, name)
+                if sealed
+                else layout.tokens_path(segment, name),
+                first,
+                last,
+                header.layout_version,
+            )
+            for name in layout.TOKEN_FIELDS
+        ]
+        path = layout.sealed_path(sealed.set, "records") if sealed else layout.records_path(segment)
+        first, last = record_base + int(records[start]), record_base + int(records[stop])
+        return [*spans, _Slice(path, first, last, header.layout_version)]
+
+    def _column_span(self, segment: str, name: str, start: int, stop: int) -> _Slice:
+        header = self.header(segment)
+        column = header.columns.get(name)
+        if column is None:
+            # The column may be older than what its segment's header says of the layout.
+            return _Slice(layout.column_path(segment, name), start, stop, 1)
+        path = layout.sealed_path(column.set, f"columns/{name}")
+        return _Slice(path, column.tokens + start, column.tokens + stop)
+
+    def _slices(self, spans: list[_Slice]) -> list[npt.NDArray[Any]]:
+        """Elements [start, stop) of several arrays, read at once."""
+        with store_errors(self._location, "reading the store"):
+            opening = {
+                span.path: self._opened(span) for span in spans if span.path not in self._arrays
+            }
+            self._arrays.update({path: future.result() for path, future in opening.items()})
+            pending = [self._arrays[s.path][s.start : s.stop].read() for s in spans]
+            arrays = [future.result() for future in pending]
+        for array in arrays:
+            array.setflags(write=False)
+        return arrays
+
+    def _opened(self, span: _Slice) -> Any:
+        sealed = span.path.startswith(layout.SEALED)
+        kvstore = self._base if sealed else self._database
+        zeros = not sealed and span.layout_version == 1 and self._leaves_out_zeros(span.path)
+        return ts.open(
+            layout.array_spec(kvstore, span.path, zeros=zeros),
+            open=True,
+            read=True,
+            context=self._context,
+        )
+
+    def _leaves_out_zeros(self, path: str) -> bool:
+        """Whether an array of layout 1 lacks chunks because they hold zeros.
+
+        A chunk that the version lists and whose file is gone is a hole, and no such chunk.
+        """
+        names = self._names(path)
+        values = self._values(f"{path}{name}" for name in names)
+        metadata = json.loads(values[names.index("zarr.json")] or b"{}")
+        size = int(metadata["shape"][0])
+        chunk = int(metadata["chunk_grid"]["configuration"]["chunk_shape"][0])
+        return len(names) - 1 < -(-size // chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Elements [start, stop) of the array at a path."""
+
+    path: str
+    start: int
+    stop: int
+    layout_version: int = layout.LAYOUT_VERSION
+
+
+def _trajectories(
+    header: layout.Header, start: int, stop: int, arrays: list[npt.NDArray[Any]]
+) -> tuple[Trajectory, ...]:
+    tokens = layout.bounds(header.lengths)[start : stop + 1]
+    records = layout.bounds(header.record_bytes)[start : stop + 1]
+    *flat, text = arrays
+    fields = [_split(array, tokens - tokens[0]) for array in flat]
+    return tuple(
+        layout.decode_trajectory(
+            record.tobytes(),
+            dict(zip(layout.TOKEN_FIELDS, of_one, strict=True)),
+            header.schema_version,
+        )
+        for record, *of_one in zip(_split(text, records - records[0]), *fields, strict=True)
+    )
 
 
 def _split(flat: npt.NDArray[Any], offset: npt.NDArray[np.int64]) -> tuple[npt.NDArray[Any], ...]:

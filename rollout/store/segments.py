@@ -17,11 +17,19 @@ from rollout.errors import ContractViolation, StoreError
 from rollout.records import Trajectory
 from rollout.store import layout
 from rollout.store.contract import column_violation, redacted, violations
-from rollout.store.location import Location, open_database, store_errors
+from rollout.store.location import (
+    Location,
+    collided,
+    commit_lock,
+    open_base,
+    open_database,
+    store_errors,
+)
 from rollout.store.reader import SegmentReader
 
 # Writers of disjoint keys rarely collide; each round of a collision commits at least one of them.
 _ATTEMPTS = 64
+_PROBE = "probe"
 
 
 class SegmentWriter:
@@ -45,6 +53,7 @@ class SegmentWriter:
         self._context = context or ts.Context()
         self._database = open_database(location, create=True, context=self._context)
         self._reader = SegmentReader(location, context=self._context)
+        self._probed = False
 
     def write(self, segment: str, trajectories: Sequence[Trajectory]) -> None:
         """Commit one segment atomically; a segment that exists already is left as it is.
@@ -63,7 +72,9 @@ class SegmentWriter:
         found = violations(trajectories, vocab_size=self._vocab_size)
         if found:
             for i, problem in found.items():
-                self._quarantine(segment, trajectories[i], problem)
+                kept = redacted(trajectories[i])
+                arrays = {name: np.asarray(getattr(kept, name)) for name in layout.TOKEN_FIELDS}
+                self._quarantine(segment, problem, layout.record_fields(kept), arrays)
             i, problem = next(iter(found.items()))
             raise ContractViolation(str(trajectories[i].id), problem)
         records = [layout.encode_record(t) for t in trajectories]
@@ -109,7 +120,7 @@ class SegmentWriter:
 
         Raises:
           ContractViolation: for a wrong dtype or length, a value that is not finite, or a reward
-            where nothing was sampled.
+            where nothing was sampled; the column goes to quarantine, nothing is written.
           StoreError: for an unknown segment, a wrong count, a full disk, a missing permission.
         """
         path = layout.column_path(segment, name)
@@ -125,6 +136,8 @@ class SegmentWriter:
         for trajectory_id, column_t, acted_t in zip(header.ids, columns, acted, strict=True):
             problem = column_violation(name, np.asarray(column_t), acted_t)
             if problem is not None:
+                refused = {"id": trajectory_id, "column": name}
+                self._quarantine(segment, problem, refused, {name: np.asarray(column_t)})
                 raise ContractViolation(trajectory_id, problem)
         self._commit(
             f"writing column {name} of segment {segment}",
@@ -150,6 +163,7 @@ class SegmentWriter:
         """
         with store_errors(self._location, action):
             new = keys | layout.encode_arrays(arrays)
+            self._probe()
             absent = self._absent_generation()
             for attempt in range(_ATTEMPTS):
                 transaction = ts.Transaction(atomic=True)
@@ -157,10 +171,11 @@ class SegmentWriter:
                     staged = self._database.with_transaction(transaction)
                     for pending in [staged.write(k, v, if_equal=absent) for k, v in new.items()]:
                         pending.result()
-                    transaction.commit_sync()
+                    with commit_lock(self._location):
+                        transaction.commit_sync()
                 except ValueError as error:
                     transaction.abort()
-                    if not _collided(error):
+                    if not collided(error):
                         raise
                     if settled():
                         return
@@ -169,31 +184,48 @@ class SegmentWriter:
                     return
         raise StoreError(f"{action}: gave up after {_ATTEMPTS} collisions with other writers")
 
+    def _probe(self) -> None:
+        """See that a new store can be written at all.
+
+        A transaction on a bucket that is missing or closed may end the process with a fault of
+        tensorstore (seen with 0.1.86); a plain write fails as an error.
+        """
+        if not self._probed and self._reader.version is None:
+            base = open_base(self._location, context=self._context)
+            with commit_lock(self._location):
+                base.write(_PROBE, b"x").result()
+                base.write(_PROBE, None).result()
+        self._probed = True
+
     def _absent_generation(self) -> bytes:
         """What tensorstore calls the generation of a key that has no value."""
         generation: bytes = self._database.read("absent").result().stamp.generation
         return generation
 
-    def _quarantine(self, segment: str, trajectory: Trajectory, problem: str) -> None:
-        fields = layout.record_fields(redacted(trajectory))
+    def _quarantine(
+        self,
+        segment: str,
+        problem: str,
+        fields: dict[str, Any],
+        arrays: dict[str, npt.NDArray[Any]],
+    ) -> None:
+        """Keep aside what the door refused; `fields` has the trajectory's id."""
         record = json.dumps(
             {"segment": segment, "problem": problem, "record": fields}, default=repr
         ).encode()
-        kept: dict[str, Any] = {"record": np.frombuffer(record, np.uint8)}
-        for name in layout.TOKEN_FIELDS:
-            array = np.asarray(getattr(trajectory, name))
+        kept = {"record": np.frombuffer(record, np.uint8)}
+        for name, array in arrays.items():
             kept[name] = np.asarray(repr(array)) if array.dtype.hasobject else array
         buffer = io.BytesIO()
-        np.savez_compressed(buffer, **kept)
+        np.savez_compressed(buffer, **kept)  # type: ignore[arg-type]
         digest = hashlib.sha256(record).hexdigest()[:16]
-        key = layout.quarantine_key(str(trajectory.id), digest)
-        with store_errors(self._location, f"putting trajectory {trajectory.id} into quarantine"):
-            self._database.write(key, buffer.getvalue()).result()
+        key = layout.quarantine_key(str(fields["id"]), digest)
+        action = f"putting trajectory {fields['id']} into quarantine"
+        with store_errors(self._location, action):
+            self._probe()
+            with commit_lock(self._location):
+                self._database.write(key, buffer.getvalue()).result()
 
 
 def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype)
-
-
-def _collided(error: ValueError) -> bool:
-    return any(mark in str(error) for mark in ("ABORTED", "ALREADY_EXISTS", "Generation mismatch"))

@@ -34,6 +34,9 @@ def show(
         typer.Option("--success/--failure", help="List only strict successes, or only failures."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="List at most so many.")] = _DEFAULT_LIMIT,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the trajectory as one HTML page.")
+    ] = None,
 ) -> None:
     """Print one trajectory readably: turns, commands, output, checks, reward, value by token."""
     from rich.console import Console
@@ -49,6 +52,7 @@ def show(
         success=success,
         limit=limit,
         console=screen,
+        html=html,
     )
 
 
@@ -61,6 +65,7 @@ def show_run(
     harness: str | None = None,
     success: bool | None = None,
     limit: int = _DEFAULT_LIMIT,
+    html: Path | None = None,
 ) -> None:
     """Print one trajectory of a run, or list those that match.
 
@@ -72,6 +77,7 @@ def show_run(
       harness: list only this harness.
       success: list only strict successes (true) or failures (false); faults are neither.
       limit: list at most so many.
+      html: write the trajectory there as one page, instead of printing it.
 
     Raises:
       UserError: for a folder without trajectories, an unknown id, stage or harness.
@@ -84,13 +90,17 @@ def show_run(
     if reader.version is None:
         raise UserError(f"run {run} has stored no trajectory yet (no store at {run / 'store'})")
     reader = reader.pinned()
+    if trajectory_id is None and html is not None:
+        raise UserError(f"--html shows one trajectory: name its id (`trsi show {run}` lists them)")
     if trajectory_id is None:
         _list(reader, run, console, stage=stage, harness=harness, success=success, limit=limit)
     else:
-        _print_one(reader, run, trajectory_id, console)
+        _print_one(reader, run, trajectory_id, console, html)
 
 
-def _print_one(reader: SegmentReader, run: Path, trajectory_id: str, console: Console) -> None:
+def _print_one(
+    reader: SegmentReader, run: Path, trajectory_id: str, console: Console, html: Path | None
+) -> None:
     from trsi_jax.report.trajectory import trajectory_view
 
     if reader.find(trajectory_id) is None:
@@ -102,15 +112,17 @@ def _print_one(reader: SegmentReader, run: Path, trajectory_id: str, console: Co
             f" (`trsi show {run}` lists them)"
         )
     trajectory = reader.get(trajectory_id)
-    token_text = _token_text(run)
-    console.print(
-        trajectory_view(
-            trajectory,
-            reader.get_columns(trajectory_id),
-            instruction=_instruction(trajectory, token_text),
-            token_text=token_text,
-        )
-    )
+    text = token_text(run)
+    asked = instruction(trajectory, text)
+    columns = reader.get_columns(trajectory_id)
+    if html is None:
+        console.print(trajectory_view(trajectory, columns, instruction=asked, token_text=text))
+        return
+    from trsi_jax.report.viewer import render
+
+    html.parent.mkdir(parents=True, exist_ok=True)
+    html.write_text(render(trajectory, columns, instruction=asked, token_text=text))
+    console.print(f"trajectory   {html}", markup=False, soft_wrap=True)
 
 
 def _list(
@@ -155,17 +167,17 @@ def _list(
         console.print(f"the first {limit} of more; --limit shows others", markup=False)
 
 
-def _instruction(trajectory: Trajectory, token_text: TokenText | None) -> str | None:
+def instruction(trajectory: Trajectory, text: TokenText | None) -> str | None:
     """What the agent was asked: recorded, or else the tokens before the first that it sampled."""
     if "instruction" in trajectory.provenance:
         return trajectory.provenance["instruction"]
-    if token_text is None:
+    if text is None:
         return None
     start = int(trajectory.acted_t.argmax()) if trajectory.acted_t.any() else None
-    return "".join(token_text(int(i)) for i in trajectory.token_ids[:start])
+    return "".join(text(int(i)) for i in trajectory.token_ids[:start])
 
 
-def _token_text(run: Path) -> TokenText | None:
+def token_text(run: Path) -> TokenText | None:
     """Text of a token by the run's tokenizer; None where the run has none."""
     path = run / "tokenizer" / "tokenizer.json"
     if not path.is_file():

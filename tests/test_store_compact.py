@@ -1,0 +1,314 @@
+"""Compaction: smaller, and nobody can tell, whenever it runs and wherever it is killed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from rollout.errors import StoreError
+from rollout.store import layout
+from rollout.store.compact import LEASE_KEY, compact, sealed_problem, stored_bytes
+from rollout.store.reader import SegmentReader
+from rollout.store.segments import SegmentWriter
+from tests.test_store import ROOT, VOCAB, assert_same, make
+
+State = dict[str, tuple[list[str], dict[str, list[float]]]]
+
+
+def state(reader: SegmentReader) -> State:
+    """All that a reader sees: ids, and the sum of each column."""
+    return {
+        name: (
+            [t.id for t in reader.read(name)],
+            {
+                c: [float(x.sum()) for x in reader.read_columns(name, c)]
+                for c in reader.columns(name)
+            },
+        )
+        for name in reader.segments()
+    }
+
+
+def fill(folder: Path, start: int, stop: int, *, tokens: int = 60) -> dict[int, State]:
+    """Commit segments and columns one by one; what each version showed when it was the newest."""
+    writer = SegmentWriter(folder, vocab_size=VOCAB)
+    views = {}
+
+    def look() -> None:
+        pinned = SegmentReader(folder).pinned()
+        views[pinned.version] = state(pinned)
+
+    for i in range(start, stop):
+        writer.write(f"s/{i:03d}", [make(f"{i}#{k}", tokens, i) for k in range(2)])
+        look()
+        if i % 3 == 0:
+            of = i // 2 + i % 2
+            value = [np.full(tokens, i, np.float32)] * 2
+            writer.write_columns(f"s/{of:03d}", f"value{i}_t", value)
+            look()
+    return views
+
+
+def check_bits(folder: Path, stop: int, *, tokens: int = 60) -> None:
+    reader = SegmentReader(folder)
+    for i in range(stop):
+        for k, trajectory in enumerate(reader.read(f"s/{i:03d}")):
+            assert_same(make(f"{i}#{k}", tokens, i), trajectory)
+            assert reader.find(f"{i}#{k}") == (f"s/{i:03d}", k)
+
+
+def test_every_version_stays_what_it_was_over_several_compactions(tmp_path) -> None:
+    views = fill(tmp_path, 0, 12)
+    old, follower = SegmentReader(tmp_path).pinned(), SegmentReader(tmp_path)
+    assert state(old) == state(follower)
+    before = state(old)
+    report = compact(tmp_path)
+    assert (report.segments, report.columns) == (12, 4)
+    assert report.files > 12
+    views |= fill(tmp_path, 12, 20)
+    assert compact(tmp_path).segments == 8
+    assert compact(tmp_path).segments == 0
+    views |= fill(tmp_path, 20, 22)
+    for version, seen in views.items():
+        assert state(SegmentReader(tmp_path, version=version)) == seen, version
+    # Readers that were open all the while: one pinned, one that follows.
+    assert state(old) == before
+    assert list(state(follower)) == [f"s/{i:03d}" for i in range(22)]
+    check_bits(tmp_path, 22)
+    for name in follower.segments():
+        assert sealed_problem(follower, name) is None
+
+
+def test_sealed_arrays_are_plain_sharded_zarr3(tmp_path) -> None:
+    batch = [make(f"{i}", 50_000, i) for i in range(3)]
+    SegmentWriter(tmp_path, vocab_size=VOCAB).write("s", batch)
+    compact(tmp_path)
+    (sealed,) = (tmp_path / "sealed").iterdir()
+    array = ts.open(
+        {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{sealed}/token_ids/"}}
+    ).result()
+    expected = np.concatenate([t.token_ids for t in batch])
+    np.testing.assert_array_equal(array[:].read().result(), expected)
+    metadata = json.loads((sealed / "token_ids" / "zarr.json").read_text())
+    assert metadata["codecs"][0]["name"] == "sharding_indexed"
+    # One shard a field: few files, whatever the number of chunks.
+    assert len([p for p in sealed.rglob("*") if p.is_file() and p.name != "zarr.json"]) == 6
+
+
+def test_an_array_of_several_shards_is_sealed_whole(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(layout, "_SHARD", 4 * layout._SEALED_CHUNK)
+    batch = [make(f"{i}", 30_000, i) for i in range(8)]
+    writer = SegmentWriter(tmp_path, vocab_size=VOCAB)
+    for i, trajectory in enumerate(batch):
+        writer.write(f"s/{i}", [trajectory])
+    compact(tmp_path)
+    assert len(list(tmp_path.glob("sealed/*/token_ids/c/*"))) == 4
+    for trajectory in batch:
+        assert_same(trajectory, SegmentReader(tmp_path).get(trajectory.id))
+
+
+def test_disk_amplification_is_at_most_1_15(tmp_path) -> None:
+    raw = 0
+    writer = SegmentWriter(tmp_path, vocab_size=VOCAB)
+    rng = np.random.default_rng(0)
+    for i in range(40):
+        # Incompressible log-probs and ids, so that compression hides nothing of the rest.
+        n = 20_000
+        acted = np.arange(n) > 0
+        trajectory = make(
+            f"{i}",
+            n,
+            acted_t=acted,
+            logprob_t=np.where(acted, -rng.exponential(size=n), 0).astype(np.float32),
+            weight_version_t=np.where(acted, rng.integers(0, 2**31, n), -1).astype(np.int32),
+            turn_t=np.sort(rng.integers(0, 2**31, n)).astype(np.int32),
+        )
+        raw += sum(getattr(trajectory, f).nbytes for f in layout.TOKEN_FIELDS)
+        raw += len(layout.encode_record(trajectory))
+        writer.write(f"s/{i:03d}", [trajectory])
+    compact(tmp_path)
+    assert stored_bytes(tmp_path) / raw <= 1.15
+
+
+def test_a_store_of_layout_1_can_be_compacted(tmp_path) -> None:
+    shutil.copytree(ROOT / "tests/data/store_layout_1", tmp_path / "store")
+    before = state(SegmentReader(tmp_path / "store"))
+    versions = range(1, SegmentReader(tmp_path / "store").version + 1)
+    seen = {v: state(SegmentReader(tmp_path / "store", version=v)) for v in versions}
+    assert compact(tmp_path / "store").segments == 3
+    assert state(SegmentReader(tmp_path / "store")) == before
+    for version in versions:
+        assert state(SegmentReader(tmp_path / "store", version=version)) == seen[version]
+
+
+def test_a_store_in_memory_is_compacted_like_any_other() -> None:
+    context = ts.Context()
+    writer = SegmentWriter("memory://run/", vocab_size=VOCAB, context=context)
+    for i in range(5):
+        writer.write(f"s/{i}", [make(f"{i}", 99, i)])
+    report = compact("memory://run/", context=context)
+    assert (report.segments, report.bytes_after) == (5, None)
+    reader = SegmentReader("memory://run/", context=context)
+    for i in range(5):
+        assert_same(make(f"{i}", 99, i), reader.get(f"{i}"))
+
+
+def test_writers_and_readers_go_on_while_compactions_run(tmp_path) -> None:
+    fill(tmp_path, 0, 10)
+    problems: list[BaseException] = []
+    done = threading.Event()
+
+    def read(pinned: bool) -> None:
+        try:
+            reader = SegmentReader(tmp_path)
+            reader = reader.pinned() if pinned else reader
+            seen: set[str] = set()
+            while not done.is_set():
+                now = reader.segments()
+                assert seen <= set(now), "a segment vanished"
+                seen = set(now)
+                for name in now[:: max(1, len(now) // 5)]:
+                    i = int(name.split("/")[1])
+                    for k, trajectory in enumerate(reader.read(name)):
+                        assert_same(make(f"{i}#{k}", 60, i), trajectory)
+        except BaseException as error:  # noqa: BLE001 - the test's own thread hands it over
+            problems.append(error)
+
+    def write() -> None:
+        try:
+            views.update(fill(tmp_path, 10, 24))
+        except BaseException as error:  # noqa: BLE001 - the test's own thread hands it over
+            problems.append(error)
+
+    views: dict[int, State] = {}
+    threads = [threading.Thread(target=read, args=(pinned,)) for pinned in (False, True)]
+    writer = threading.Thread(target=write)
+    for thread in (*threads, writer):
+        thread.start()
+    sealed = 0
+    while writer.is_alive():
+        sealed += compact(tmp_path).segments
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not problems, problems[0]
+    assert sealed + compact(tmp_path).segments == 24
+    check_bits(tmp_path, 24)
+    for version, seen in views.items():
+        assert state(SegmentReader(tmp_path, version=version)) == seen, version
+
+
+KILLED = """
+import os, signal, sys
+from rollout.store import compact as module
+compactor = module._Compactor
+step, when = sys.argv[2], sys.argv[3]
+whole = getattr(compactor, step)
+def dies(self, *arguments):
+    if when == "after":
+        whole(self, *arguments)
+    os.kill(os.getpid(), signal.SIGKILL)
+setattr(compactor, step, dies)
+module.compact(sys.argv[1], lease_s=0.5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "when"),
+    [
+        ("_take_lease", "after"),
+        ("_write_array", "after"),
+        ("_check", "after"),
+        ("_move", "after"),
+        ("_rewrite", "before"),
+        ("_rewrite", "after"),
+        ("_settle", "after"),
+        ("_give_lease_back", "before"),
+    ],
+)
+def test_a_compactor_killed_at_any_step_changes_nothing_that_is_read(tmp_path, step, when) -> None:
+    views = fill(tmp_path, 0, 6)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), step, when],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        timeout=60,
+        check=False,
+    )
+    # `_rewrite` is for keys that pin a file, which need not be any.
+    assert done.returncode == -signal.SIGKILL or step == "_rewrite"
+    views |= fill(tmp_path, 6, 8)
+    for version, seen in views.items():
+        assert state(SegmentReader(tmp_path, version=version)) == seen
+    time.sleep(0.6)
+    compact(tmp_path)
+    for version, seen in views.items():
+        assert state(SegmentReader(tmp_path, version=version)) == seen
+    check_bits(tmp_path, 8)
+    used = {SegmentReader(tmp_path).header(f"s/{i:03d}").sealed.set for i in range(8)}
+    assert {p.name for p in (tmp_path / "sealed").iterdir() if any(p.rglob("zarr.json"))} == used
+
+
+def test_one_compactor_at_a_time(tmp_path) -> None:
+    fill(tmp_path, 0, 3)
+    database = ts.KvStore.open(f"file://{tmp_path}/|ocdbt:").result()
+    other = {"name": "x", "host": "there", "process": 7, "until": time.time() + 60}
+    database[LEASE_KEY] = json.dumps(other)
+    with pytest.raises(StoreError, match=r"process 7 on there is at it; .* may take over from"):
+        compact(tmp_path)
+    database[LEASE_KEY] = json.dumps(other | {"until": time.time() - 1})
+    assert compact(tmp_path).segments == 3
+    assert LEASE_KEY.encode() not in database.list().result()
+
+
+def test_a_compactor_whose_lease_was_taken_over_moves_nothing(tmp_path, monkeypatch) -> None:
+    from rollout.store.compact import _Compactor
+
+    views = fill(tmp_path, 0, 6)
+    move = _Compactor._move
+    taken = []
+
+    def late(self, *arguments) -> None:
+        if not taken:
+            taken.append(True)
+            database = ts.KvStore.open(f"file://{tmp_path}/|ocdbt:").result()
+            database[LEASE_KEY] = json.dumps(json.loads(database[LEASE_KEY]) | {"until": 0})
+            taken.append(compact(tmp_path).segments)
+        move(self, *arguments)
+
+    monkeypatch.setattr(_Compactor, "_move", late)
+    with pytest.raises(StoreError, match="another compactor took over"):
+        compact(tmp_path)
+    assert taken == [True, 6]
+    for version, seen in views.items():
+        assert state(SegmentReader(tmp_path, version=version)) == seen
+    check_bits(tmp_path, 6)
+
+
+def test_a_damaged_shard_is_found_by_reading_and_by_its_digest(tmp_path) -> None:
+    fill(tmp_path, 0, 4)
+    compact(tmp_path)
+    (shard,) = tmp_path.glob("sealed/*/token_ids/c/0")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 3] ^= 4
+    shard.write_bytes(data)
+    with pytest.raises(StoreError, match="reading the store"):
+        [SegmentReader(tmp_path).read(f"s/{i:03d}") for i in range(4)]
+    # A shard that is whole and wrong: of another compaction, say.
+    shutil.copy(shard.parents[2] / "turn_t" / "c" / "0", shard)
+    assert "does not read back equal" in sealed_problem(SegmentReader(tmp_path), "s/000")
+
+
+def test_compacting_says_what_is_wrong(tmp_path) -> None:
+    with pytest.raises(StoreError, match="no trajectory store at"):
+        compact(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
