@@ -24,5 +24,5 @@ fi
 export JAX_PLATFORMS=cpu PYTHONPATH=$PWD
 PYTHONPATH=$PWD:$PWD/$cache/peers TRSI_S3_SERVER=$PWD/$cache/bin/moto_server \
   "$python" -m pytest --quiet tests/test_store_s3.py tests/test_store_export.py tests/test_show_html.py
-timeout 100 "$python" -m tests.store_kill --rounds 12 --pace 0.6
-timeout 100 "$python" -m tests.store_kill --rounds 8 --pace 0.6 --full-disk --seed 1
+timeout 300 "$python" -m tests.store_kill --rounds 12 --pace 0.6
+timeout 300 "$python" -m tests.store_kill --rounds 8 --pace 0.6 --full-disk --disk-mb 3 --seed 1

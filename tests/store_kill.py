@@ -180,7 +180,7 @@ def fork(work: Callable[[], None]) -> int:
         os._exit(1)
 
 
-def count(store: Path, logs: Path) -> None:
+def count(store: Path, logs: Path, *, full_disk: bool) -> None:
     """Compare the store with the notes; print what was found."""
     lines = Counter(line for log in logs.iterdir() for line in log.read_text().splitlines())
     begun, acknowledged, columns = (
@@ -202,6 +202,8 @@ def count(store: Path, logs: Path) -> None:
     ids = [i for name in found for i in reader.header(name).ids]
     problems += [f"doubled: {i}" for i, n in Counter(ids).items() if n > 1]
     problems += [f"{p.segment}: {p.text}" for p in verify(store, vocab_size=VOCAB)]
+    if full_disk and not lines["full"]:
+        problems.append("the disk never was full: nothing was tested")
     total = Counter[str]()
     for line, n in lines.items():
         if line.startswith(("read ", "sealed ")):
@@ -244,7 +246,7 @@ def run(arguments: argparse.Namespace, folder: Path, logs: Path) -> int:
     crew.close()
     ballast.unlink(missing_ok=True)
     print(json.dumps({"rounds": arguments.rounds, "killed": dict(killed)}), flush=True)
-    _, status = os.waitpid(fork(lambda: count(store, logs)), 0)
+    _, status = os.waitpid(fork(lambda: count(store, logs, full_disk=arguments.full_disk)), 0)
     return os.waitstatus_to_exitcode(status)
 
 
