@@ -147,7 +147,7 @@ def nothing_left() -> dict[int, str]:
 
 
 @pytest.mark.kill
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_run_killed_in_every_stage_ends_like_one_that_was_not(tmp_path: Path) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     began = time.perf_counter()
