@@ -1,7 +1,7 @@
 """configs/tiny.toml made small enough to run whole in tests; the shapes stay, so caches serve.
 
 Base sees single sub-goals without a mistake, so that after 70 updates it solves some easy tasks
-and the later stages have successes to work with.
+and the later stages have successes to work with; PPO gets such tasks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ OVERRIDES = (
     *(
         f"stages.{name}.{key}"
         for name in STAGES[2::2]
-        for key in ("iterations=2", "tasks_per_iteration=12", "samples=2", "warm_up_batches=1")
+        for key in (
+            *("iterations=2", "tasks_per_iteration=12", "samples=2", "warm_up_batches=1"),
+            'tiers=["easy", "medium"]',
+        )
     ),
 )
 
