@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import resource
@@ -15,9 +14,11 @@ import pytest
 import typer
 
 from rollout.errors import ContractViolation, SandboxUnavailable, UserError
+from trsi_jax import config
 from trsi_jax.cli import configs, console, environment, errors, seeds
 from trsi_jax.cli.console import ConsoleObserver
 from trsi_jax.cli.main import app
+from trsi_jax.stages import record
 from trsi_jax.stages.observer import NullObserver, Observer, StageRow
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -201,19 +202,35 @@ repeats = 1
 """
 
 
+def test_seeds_side_by_side_tell_of_every_stage_and_leave_a_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = {seed: tmp_path / f"one-{seed}" for seed in (3, 5)}
+    for seed, folder in folders.items():
+        for index, row in enumerate(ROWS):
+            record.write(folder, record.StageRecord(index, row, seed, "d", "a", None))
+    mine = os.sched_getaffinity(0)
+    # Fewer places than seeds: the second waits for the first.
+    seeds._side_by_side(
+        {seed: ["--help"] for seed in folders}, folders, [sorted(mine)[:1]], console.console()
+    )
+    assert os.sched_getaffinity(0) == mine
+    said = capsys.readouterr().out
+    for seed in folders:
+        assert f"seed {seed}: base  16.4 %  41 s" in said
+        assert f"seed {seed}: rpr-1  55.3 %  3723 s" in said
+        assert "Usage" in (tmp_path / f"one-{seed}.log").read_text()
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_seeds_side_by_side_end_in_one_table_and_a_failure_names_its_seed(tmp_path: Path) -> None:
+def test_a_seed_that_fails_is_named_with_its_own_line(tmp_path: Path) -> None:
     (tmp_path / "one.toml").write_text(ONE_STAGE)
-    arguments = ("seeds", "one.toml", "--seeds", "0,1", "--jobs", "2")
-    done = trsi(*arguments, "-o", "checkpoint_every=7", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
     for seed in (0, 1):
-        assert f"seed {seed}: base" in done.stdout
-        assert f"seed = {seed}" in (tmp_path / f"runs/one-{seed}/config.toml").read_text()
-    found = json.loads((tmp_path / "runs/one-seeds/seeds.json").read_text())
-    assert found["seeds"] == [0, 1]
-    # The folders hold another configuration now: the seed's own line comes through.
-    done = trsi(*arguments, cwd=tmp_path)
+        folder = tmp_path / "runs" / f"one-{seed}"
+        folder.mkdir(parents=True)
+        other = config.load(tmp_path / "one.toml", ["checkpoint_every=7", f"seed={seed}"])
+        (folder / "config.toml").write_text(config.dump(other))
+    done = trsi("seeds", "one.toml", "--seeds", "0,1", "--jobs", "2", cwd=tmp_path)
     assert done.returncode == 1
     assert re.match(r"trsi: seeds: seed [01] failed: .*holds a run of another", done.stderr)
     assert done.stderr.count("\n") == 1
