@@ -259,7 +259,7 @@ def refusal(root: Path, **options: bool) -> str:
         ("[verifier]\nuser = 0", "verifier.user = 0"),
         ("[verifier]\nnetwork_mode = 'public'", "verifier.network_mode = 'public'"),
         (
-            "[verifier]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['pypi.org']",
+            "[verifier]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['mirror.example']",
             "verifier.network_mode = 'allowlist'",
         ),
         ("[[verifier.collect]]\ncommand = 'true'", "verifier.collect"),
