@@ -37,6 +37,7 @@ from trsi_jax import advantages, checkpoint, model, optim, prng, rewards, state,
 from trsi_jax.config import BaseStage, Config, RprStage, RsrStage, dump, load
 from trsi_jax.engine import JaxEngine
 from trsi_jax.evaluate import protocol
+from trsi_jax.memory import trimmed_after_compilation
 from trsi_jax.stages import base, record, rpr, rsr
 from trsi_jax.stages.context import Clock, Context
 from trsi_jax.stages.observer import Observer, StageRow
@@ -68,7 +69,11 @@ def run(config: Config, out: Path, observer: Observer) -> None:
     with _locked(out):
         _claim(config, out)
         _cache_compilations()
-        with _context(config, out, observer) as context, _compiling_ahead(context):
+        with (
+            trimmed_after_compilation(),
+            _context(config, out, observer) as context,
+            _compiling_ahead(context),
+        ):
             _run_stages(context)
 
 
