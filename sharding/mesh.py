@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,12 +133,22 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[Any] | None = None) ->
     return Mesh(np.transpose(grid, [order.index(axis) for axis in AXES]), AXES)
 
 
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """Mesh axes over which a value inside `jax.shard_map` differs; empty elsewhere."""
+    axes: frozenset[str] = jax.typeof(x).mat.varying
+    return axes
+
+
+def vary_over(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """`x`, marked as varying over the axes too; the transpose sums over those that it did not."""
+    missing = tuple(sorted(frozenset(axes) - varying_axes(x)))
+    varying: jax.Array = lax.pcast(x, missing, to="varying") if missing else x
+    return varying
+
+
 def vary_like(x: jax.Array, *others: jax.Array) -> jax.Array:
     """`x`, marked as varying over every mesh axis that one of the others varies over.
 
     Inside `jax.shard_map` the carry of a scan must enter as it leaves; elsewhere nothing happens.
     """
-    wanted = frozenset[str]().union(*(jax.typeof(y).vma for y in others))
-    missing = tuple(sorted(wanted - jax.typeof(x).vma))
-    varying: jax.Array = lax.pcast(x, missing, to="varying") if missing else x
-    return varying
+    return vary_over(x, frozenset[str]().union(*map(varying_axes, others)))

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from sharding.layouts import FSDP, ROWS, decoder_rules
-from sharding.mesh import AXES, vary_like
+from sharding.mesh import AXES, vary_like, vary_over
 from sharding.rules import axes_of, specs
 from trsi_jax import model
 from trsi_jax.losses.linear import CHUNK, linear_cross_entropy, linear_logprob
@@ -260,9 +260,8 @@ def _gathered(sharded: ShardedModel, params: Any, spec: Any, stacked: int) -> An
     dtype = sharded.config.compute_dtype
 
     def one(param: jax.Array, spec: P) -> jax.Array:
-        missing = tuple(a for a in AXES if a not in jax.typeof(param).vma)
-        if missing:  # Its transpose sums the gradient over these axes, in the parameter's dtype.
-            param = lax.pcast(param, missing, to="varying")
+        # Its transpose sums the gradient over these axes, in the parameter's own dtype.
+        param = vary_over(param, AXES)
         for dimension, entry in enumerate(tuple(spec)[stacked:]):
             if axes_of(entry) == FSDP:
                 return _gather(FSDP, dimension, dtype, param)
