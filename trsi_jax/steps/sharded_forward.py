@@ -323,7 +323,8 @@ def _trunk(
             whole = _gathered(sharded, layer, spec["groups"]["gdn"], 2)
             return _gated_delta_layer(sharded, x, whole, segment_ids, before)
 
-        return jax.checkpoint(block)(x, layer), None
+        # Forward and backward are loops of their own, so nothing can be merged across them.
+        return jax.checkpoint(block, prevent_cse=False)(x, layer), None
 
     def full(x: jax.Array, layer: Any) -> jax.Array:
         whole = _gathered(sharded, layer, spec["groups"]["attention"], 1)
@@ -332,7 +333,7 @@ def _trunk(
     def group(x: jax.Array, layers: Any) -> tuple[jax.Array, None]:
         if config.uses_gdn:
             x, _ = lax.scan(linear, x, layers["gdn"])
-        return jax.checkpoint(full)(x, layers["attention"]), None
+        return jax.checkpoint(full, prevent_cse=False)(x, layers["attention"]), None
 
     x = _embed(sharded, params["embed"], spec["embed"], token_ids)
     x, _ = lax.scan(group, x, params["groups"])
