@@ -5,8 +5,9 @@
 
 Loss and gradients by the hidden states and the head of a weighted cross-entropy, float32. "naive"
 makes [T, vocab] logits and lets autodiff do the rest; "fused" is `losses.linear_cross_entropy`,
-one pass; "two passes" is `losses.linear_logprob` under the same loss, as PPO needs it, whose weights
-follow from the log-probs. Temporaries are XLA's count for the compiled program, gradients excluded.
+one pass; "two passes" is `losses.linear_logprob` under the same loss, as PPO needs it, whose
+weights follow from the log-probs. Temporaries are XLA's count for the compiled program, without the
+gradients.
 Processor time decides: the variants take turns in one process, and the figure is the ratio of the
 smallest. On a loaded machine wall time means nothing and is printed beside it for honesty.
 """
