@@ -7,7 +7,7 @@ import math
 import os
 import resource
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -218,6 +218,9 @@ def plan(config: Config, name: str | None = None, *, compile_step: bool = True) 
         name = layout(section.layout).topology
     target = topology(name)
     mesh = _mesh_on(config, target)
+    left_out = _cannot(target, compile_step)
+    # First of all: host devices are counted when JAX starts.
+    devices = [] if left_out else _devices(target)
     sharded = ShardedModel(
         _model(config), AbstractMesh(tuple(mesh[a] for a in AXES), AXES), section.head_chunk
     )
@@ -231,8 +234,7 @@ def plan(config: Config, name: str | None = None, *, compile_step: bool = True) 
     tokens = rows * length / target.devices
     c = sharded.config
     causal = 6 * length * c.num_heads * c.head_dim * c.num_groups * tokens
-    left_out = _cannot(target, compile_step)
-    compiled = None if left_out else _compile(config, target, mesh, rows, length)
+    compiled = None if left_out else _compile(config, devices, mesh, rows, length)
     return Plan(
         config=config.name,
         topology=target,
@@ -280,19 +282,21 @@ def _steps(config: Config, sharded: ShardedModel) -> ShardedSteps:
     optimizer = optim.adamw(**config.adam.model_dump())
     if config.sharding.moments != "float32":
         optimizer = optim.stored_as(optimizer, config.sharding.moments)
-    stages = [stage for stage in config.stages if isinstance(stage, RprStage)]
-    settings = (
-        {"clip": s.clip, "temperature": s.temperature, "value_clip": s.value_clip}
-        if (s := stages[0] if stages else None)
-        else {}
-    )
-    return ShardedSteps(
+    steps = ShardedSteps(
         sharded,
         optimizer,
         micro_batches=config.sharding.micro_batches,
         offload=config.sharding.offload,
-        **settings,
     )
+    for stage in config.stages:
+        if isinstance(stage, RprStage):
+            return replace(
+                steps,
+                clip=stage.clip,
+                temperature=stage.temperature,
+                value_clip=stage.value_clip,
+            )
+    return steps
 
 
 def _count(params: Any) -> int:
@@ -353,9 +357,9 @@ def _devices(target: Topology) -> list[Any]:
 
 
 def _compile(
-    config: Config, target: Topology, shape: dict[str, int], rows: int, length: int
+    config: Config, devices: list[Any], shape: dict[str, int], rows: int, length: int
 ) -> Compiled:
-    mesh: Mesh = make_mesh(shape, _devices(target))
+    mesh: Mesh = make_mesh(shape, devices)
     sharded = ShardedModel(_model(config), mesh, config.sharding.head_chunk)
     steps = _steps(config, sharded)
     states = steps.abstract_state("actor"), steps.abstract_state("critic")
