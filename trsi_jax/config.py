@@ -84,6 +84,26 @@ class AdamSection(Section):
     max_grad_norm: Positive = 1.0
 
 
+class ShardingSection(Section):
+    """How the train steps of a large model lie on many devices; the default is one device."""
+
+    layout: str | None = None
+    """Name of a layout of `sharding.layouts`, which says topology and mesh; None is one device."""
+    data: Count | None = None
+    """Size of a mesh axis instead of the layout's; so are the next three."""
+    fsdp: Count | None = None
+    tensor: Count | None = None
+    sequence: Count | None = None
+    micro_batches: Count = 1
+    """Parts that a batch's rows are taken in; one denominator, one update."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """What Adam's moments are stored in; they are always updated in float32."""
+    offload: bool = False
+    """Keep Adam's moments in host memory while their network is idle."""
+    head_chunk: Count = 512
+    """Tokens of a row whose logits exist at a time."""
+
+
 class EvaluationSection(Section):
     """Final evaluation after every stage, under the general harness."""
 
@@ -192,6 +212,7 @@ class Config(Section):
     harness: HarnessSection = HarnessSection()
     packing: PackingSection = PackingSection()
     adam: AdamSection = AdamSection()
+    sharding: ShardingSection = ShardingSection()
     evaluation: EvaluationSection = EvaluationSection()
     stages: tuple[Stage, ...]
 
@@ -225,7 +246,10 @@ class Config(Section):
 
     def digest(self) -> str:
         """SHA-256 of everything that decides the result but the seed, as 16 hex digits."""
-        content = self.model_dump(mode="json", exclude={"seed"})
+        ignored = {"seed"}
+        if self.sharding == ShardingSection():
+            ignored.add("sharding")  # Digests of runs on one device are older than the section.
+        content = self.model_dump(mode="json", exclude=ignored)
         encoded = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
         return hashlib.sha256(encoded).hexdigest()[:16]
 

@@ -13,7 +13,11 @@ import math
 import jax
 import jax.numpy as jnp
 
+from sharding.mesh import vary_like
+
 CHUNK = 512
+
+_How = tuple[int, str | None]
 
 
 def linear_logprob(
@@ -23,6 +27,7 @@ def linear_logprob(
     *,
     temperature: float | jax.Array = 1.0,
     chunk: int = CHUNK,
+    axis_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-prob of the targets and entropy under softmax(hidden kernel / temperature).
 
@@ -39,6 +44,9 @@ def linear_logprob(
       target: [..., T] int; an id outside [0, V) gives -logsumexp and must be masked by the caller.
       temperature: scalar > 0, or [..., T]; a constant for differentiation.
       chunk: tokens of the T axis a chunk, >= 1.
+      axis_name: inside `jax.shard_map`, the mesh axis that cuts the vocabulary: `kernel` is then
+        this device's part, targets stay ids of the whole, and results are the whole's on every
+        device; gradients by `hidden` are this device's part of the sum.
 
     Returns:
       (logprob, entropy), each [..., T] float32.
@@ -48,7 +56,7 @@ def linear_logprob(
     """
     _check(hidden, kernel, target, chunk)
     inverse = _inverse_temperature(temperature, target)
-    return _logprob(chunk, hidden, kernel, target, inverse)
+    return _logprob((chunk, axis_name), hidden, kernel, target, inverse)
 
 
 def linear_cross_entropy(
@@ -59,6 +67,7 @@ def linear_cross_entropy(
     *,
     temperature: float | jax.Array = 1.0,
     chunk: int = CHUNK,
+    axis_name: str | None = None,
 ) -> jax.Array:
     """Weighted cross-entropy of a linear head, loss and gradient in one pass over the tokens.
 
@@ -73,6 +82,9 @@ def linear_cross_entropy(
       weight: [..., T] float, a constant for differentiation.
       temperature: scalar > 0, or [..., T]; a constant for differentiation.
       chunk: tokens of the T axis a chunk, >= 1.
+      axis_name: inside `jax.shard_map`, the mesh axis that cuts the vocabulary: `kernel` is then
+        this device's part, targets stay ids of the whole, and results are the whole's on every
+        device; gradients by `hidden` are this device's part of the sum.
 
     Returns:
       A float32 scalar.
@@ -85,7 +97,7 @@ def linear_cross_entropy(
         raise ValueError(f"weight {weight.shape} does not fit target {target.shape}")
     inverse = _inverse_temperature(temperature, target)
     weight = jax.lax.stop_gradient(weight.astype(jnp.float32))
-    return _cross_entropy(chunk, hidden, kernel, target, weight, inverse)
+    return _cross_entropy((chunk, axis_name), hidden, kernel, target, weight, inverse)
 
 
 def _check(hidden: jax.Array, kernel: jax.Array, target: jax.Array, chunk: int) -> None:
@@ -127,24 +139,49 @@ def _logits(hidden: jax.Array, kernel: jax.Array, inverse: jax.Array) -> jax.Arr
     return logits.astype(jnp.float32) * inverse[..., None]
 
 
-def _is_target(target: jax.Array, vocab: int) -> jax.Array:
+def _is_target(target: jax.Array, vocab: int, axis: str | None) -> jax.Array:
+    if axis is not None:
+        target = target - jax.lax.axis_index(axis) * vocab
     ids = jax.lax.broadcasted_iota(target.dtype, (*target.shape, vocab), target.ndim)
     return ids == target[..., None]
 
 
+def _total(x: jax.Array, axis: str | None) -> jax.Array:
+    """Sum over the vocabulary, with the parts of other devices."""
+    part = jnp.sum(x, axis=-1)
+    return part if axis is None else jax.lax.psum(part, axis)
+
+
+def _top(logits: jax.Array, axis: str | None) -> jax.Array:
+    part = jnp.max(logits, axis=-1, keepdims=True)
+    return part if axis is None else jax.lax.pmax(part, axis)
+
+
+def _log_softmax(logits: jax.Array, axis: str | None) -> jax.Array:
+    if axis is None:
+        return jax.nn.log_softmax(logits, axis=-1)
+    shifted = logits - _top(logits, axis)
+    return shifted - jnp.log(_total(jnp.exp(shifted), axis))[..., None]
+
+
 def _forward_chunk(
-    hidden: jax.Array, kernel: jax.Array, target: jax.Array, inverse: jax.Array
+    hidden: jax.Array,
+    kernel: jax.Array,
+    target: jax.Array,
+    inverse: jax.Array,
+    axis: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     logits = _logits(hidden, kernel, inverse)
-    top = jnp.max(logits, axis=-1, keepdims=True)
+    vocab = logits.shape[-1]
+    top = _top(logits, axis)
     shifted = logits - top
     exp = jnp.exp(shifted)
-    total = jnp.sum(exp, axis=-1)
+    total = _total(exp, axis)
     log_total = jnp.log(total)
-    picked = jnp.sum(jnp.where(_is_target(target, logits.shape[-1]), shifted, 0.0), axis=-1)
-    outside = (target < 0) | (target >= logits.shape[-1])
+    picked = _total(jnp.where(_is_target(target, vocab, axis), shifted, 0.0), axis)
+    outside = (target < 0) | (target >= vocab * (1 if axis is None else jax.lax.axis_size(axis)))
     picked = jnp.where(outside, -top[..., 0], picked)
-    entropy = log_total - jnp.sum(exp * shifted, axis=-1) / total
+    entropy = log_total - _total(exp * shifted, axis) / total
     return picked - log_total, entropy
 
 
@@ -166,25 +203,31 @@ def _head_gradients(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logprob(
-    chunk: int, hidden: jax.Array, kernel: jax.Array, target: jax.Array, inverse: jax.Array
+    how: _How, hidden: jax.Array, kernel: jax.Array, target: jax.Array, inverse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+    chunk, name = how
     axis, length = target.ndim - 1, target.shape[-1]
     if length <= chunk:
-        return _forward_chunk(hidden, kernel, target, inverse)
+        return _forward_chunk(hidden, kernel, target, inverse, name)
     n = math.ceil(length / chunk)
     parts = [_split(x, axis, chunk, n) for x in (hidden, target, inverse)]
-    logprob, entropy = jax.lax.map(lambda p: _forward_chunk(p[0], kernel, p[1], p[2]), parts)
+    logprob, entropy = jax.lax.map(lambda p: _forward_chunk(p[0], kernel, p[1], p[2], name), parts)
     return _join(logprob, axis, length), _join(entropy, axis, length)
 
 
 def _logprob_fwd(
-    chunk: int, hidden: jax.Array, kernel: jax.Array, target: jax.Array, inverse: jax.Array
+    how: _How, hidden: jax.Array, kernel: jax.Array, target: jax.Array, inverse: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
-    return _logprob(chunk, hidden, kernel, target, inverse), (hidden, kernel, target, inverse)
+    return _logprob(how, hidden, kernel, target, inverse), (
+        hidden,
+        kernel,
+        target,
+        inverse,
+    )
 
 
 def _logprob_bwd(
-    chunk: int, residual: tuple[jax.Array, ...], cotangent: tuple[jax.Array, jax.Array]
+    how: _How, residual: tuple[jax.Array, ...], cotangent: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, None, None]:
     hidden, kernel, target, inverse = residual
     g, e = cotangent
@@ -195,13 +238,14 @@ def _logprob_bwd(
         # A masked token has no cotangent; whatever its state holds must not reach the head.
         read = (g != 0) | (e != 0)
         hidden = jnp.where(read[..., None], hidden, 0)
-        log_p = jax.nn.log_softmax(_logits(hidden, kernel, inverse), axis=-1)
+        log_p = _log_softmax(_logits(hidden, kernel, inverse), name)
         p = jnp.exp(log_p)
-        entropy = -jnp.sum(p * log_p, axis=-1, keepdims=True)
-        hit = jnp.where(_is_target(target, log_p.shape[-1]), g[..., None], 0.0)
+        entropy = -_total(p * log_p, name)[..., None]
+        hit = jnp.where(_is_target(target, log_p.shape[-1], name), g[..., None], 0.0)
         dlogits = hit - p * (g[..., None] + e[..., None] * (log_p + entropy))
         return _head_gradients(hidden, kernel, dlogits * inverse[..., None])
 
+    chunk, name = how
     axis, length = target.ndim - 1, target.shape[-1]
     if length <= chunk:
         dhidden, dkernel = back(hidden, target, inverse, g, e)
@@ -213,7 +257,8 @@ def _logprob_bwd(
         dhidden, dkernel = back(*part)
         return total + dkernel, dhidden
 
-    dkernel, dhidden = jax.lax.scan(step, jnp.zeros(kernel.shape, jnp.float32), parts)
+    start = vary_like(jnp.zeros(kernel.shape, jnp.float32), kernel, *parts)
+    dkernel, dhidden = jax.lax.scan(step, start, parts)
     return _join(dhidden, axis, length), dkernel.astype(kernel.dtype), None, None
 
 
@@ -224,31 +269,37 @@ _logprob.defvjp(_logprob_fwd, _logprob_bwd)
 
 
 def _loss_chunk(
-    hidden: jax.Array, kernel: jax.Array, target: jax.Array, weight: jax.Array, inverse: jax.Array
+    hidden: jax.Array,
+    kernel: jax.Array,
+    target: jax.Array,
+    weight: jax.Array,
+    inverse: jax.Array,
+    axis: str | None,
 ) -> jax.Array:
-    logprob, _ = _forward_chunk(hidden, kernel, target, inverse)
+    logprob, _ = _forward_chunk(hidden, kernel, target, inverse, axis)
     return -jnp.sum(jnp.where(weight != 0, weight * logprob, 0.0))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _cross_entropy(
-    chunk: int,
+    how: _How,
     hidden: jax.Array,
     kernel: jax.Array,
     target: jax.Array,
     weight: jax.Array,
     inverse: jax.Array,
 ) -> jax.Array:
+    chunk, name = how
     axis, length = target.ndim - 1, target.shape[-1]
     if length <= chunk:
-        return _loss_chunk(hidden, kernel, target, weight, inverse)
+        return _loss_chunk(hidden, kernel, target, weight, inverse, name)
     n = math.ceil(length / chunk)
     parts = [_split(x, axis, chunk, n) for x in (hidden, target, weight, inverse)]
-    return jnp.sum(jax.lax.map(lambda p: _loss_chunk(p[0], kernel, *p[1:]), parts))
+    return jnp.sum(jax.lax.map(lambda p: _loss_chunk(p[0], kernel, *p[1:], name), parts))
 
 
 def _cross_entropy_fwd(
-    chunk: int,
+    how: _How,
     hidden: jax.Array,
     kernel: jax.Array,
     target: jax.Array,
@@ -260,14 +311,15 @@ def _cross_entropy_fwd(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         read = weight != 0
         hidden = jnp.where(read[..., None], hidden, 0)
-        log_p = jax.nn.log_softmax(_logits(hidden, kernel, inverse), axis=-1)
-        hit = _is_target(target, log_p.shape[-1])
-        logprob = jnp.sum(jnp.where(hit, log_p, 0.0), axis=-1)
+        log_p = _log_softmax(_logits(hidden, kernel, inverse), name)
+        hit = _is_target(target, log_p.shape[-1], name)
+        logprob = _total(jnp.where(hit, log_p, 0.0), name)
         loss = -jnp.sum(jnp.where(read, weight * logprob, 0.0))
         dlogits = (weight * inverse)[..., None] * (jnp.exp(log_p) - hit)
         dhidden, dkernel = _head_gradients(hidden, kernel, dlogits)
         return loss, dhidden, dkernel
 
+    chunk, name = how
     axis, length = target.ndim - 1, target.shape[-1]
     if length <= chunk:
         loss, dhidden, dkernel = both(hidden, target, weight, inverse)
@@ -281,15 +333,19 @@ def _cross_entropy_fwd(
         loss, dhidden, dkernel = both(*part)
         return (carry[0] + loss, carry[1] + dkernel), dhidden
 
-    start = (jnp.zeros((), jnp.float32), jnp.zeros(kernel.shape, jnp.float32))
+    # The loss is summed over the vocabulary's axis in each chunk, so it does not vary over it.
+    start = (
+        vary_like(jnp.zeros((), jnp.float32), target, weight),
+        vary_like(jnp.zeros(kernel.shape, jnp.float32), kernel, *parts),
+    )
     (loss, dkernel), dhidden = jax.lax.scan(step, start, parts)
     return loss, (_join(dhidden, axis, length), dkernel.astype(kernel.dtype))
 
 
 def _cross_entropy_bwd(
-    chunk: int, residual: tuple[jax.Array, jax.Array], cotangent: jax.Array
+    how: _How, residual: tuple[jax.Array, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, None, None]:
-    del chunk
+    del how
     dhidden, dkernel = residual
     return (
         (cotangent * dhidden).astype(dhidden.dtype),

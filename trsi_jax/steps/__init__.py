@@ -13,7 +13,7 @@ from trsi_jax import model
 from trsi_jax.steps.compiled import CompiledStep
 from trsi_jax.steps.critic import critic_step
 from trsi_jax.steps.forward import token_logprobs, token_values
-from trsi_jax.steps.ppo import actor_step, ppo_step
+from trsi_jax.steps.ppo import actor_step
 from trsi_jax.steps.sft import sft_step
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "actor_step",
     "compile_steps",
     "critic_step",
-    "ppo_step",
     "sft_step",
     "token_logprobs",
     "token_values",

@@ -1,4 +1,4 @@
-"""The actor's PPO step, and the joint step of actor and critic."""
+"""The actor's PPO step; the critic's is `critic_step`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import optax
 from trsi_jax import losses, model
 from trsi_jax.batch import PackedBatch
 from trsi_jax.state import TrainState, apply_gradients
-from trsi_jax.steps.critic import critic_step
 from trsi_jax.steps.forward import token_logprobs
 
 Metrics = dict[str, jax.Array]
@@ -61,43 +60,3 @@ def actor_step(
     (loss, metrics), gradients = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
     new = apply_gradients(state, gradients, optimizer=optimizer, learning_rate=learning_rate)
     return new, {**metrics, "loss": loss, "grad_norm": optax.global_norm(gradients)}
-
-
-def ppo_step(
-    actor: TrainState,
-    critic: TrainState,
-    batch: PackedBatch,
-    actor_learning_rate: jax.Array,
-    critic_learning_rate: jax.Array,
-    *,
-    config: model.ModelConfig,
-    optimizer: optax.GradientTransformation,
-    clip: float,
-    temperature: float,
-    value_clip: float | None = None,
-) -> tuple[TrainState, TrainState, Metrics]:
-    """One PPO minibatch: the actor's and the critic's update, each on its own loss.
-
-    Returns:
-      (actor, critic, metrics), metrics named "actor/..." and "critic/...".
-    """
-    actor, of_actor = actor_step(
-        actor,
-        batch,
-        actor_learning_rate,
-        config=config,
-        optimizer=optimizer,
-        clip=clip,
-        temperature=temperature,
-    )
-    critic, of_critic = critic_step(
-        critic,
-        batch,
-        critic_learning_rate,
-        config=config,
-        optimizer=optimizer,
-        value_clip=value_clip,
-    )
-    metrics = {f"actor/{name}": value for name, value in of_actor.items()}
-    metrics |= {f"critic/{name}": value for name, value in of_critic.items()}
-    return actor, critic, metrics
