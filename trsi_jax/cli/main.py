@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from trsi_jax.cli import doctor, report, rescore, run, seeds, show, store, tasks
+from trsi_jax.cli import ablate, doctor, report, rescore, run, seeds, show, store, tasks
 from trsi_jax.cli.environment import clash
 from trsi_jax.cli.errors import FAILURE, USER_MISTAKE, explain, wants_traceback
 
@@ -24,6 +24,7 @@ app.command("report")(report.report)
 app.command("show")(show.show)
 app.command("doctor")(doctor.doctor)
 app.command("rescore")(rescore.rescore)
+app.add_typer(ablate.app, name="ablate")
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(store.app, name="store")
 
