@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,9 @@ def test_the_shipped_configuration_is_the_recursion() -> None:
         ("stages.rsr-2.name=rsr-1", ["stage names must differ"]),
         ("stages=[]", ["first stage must have kind 'base'"]),
         ("name='A run'", ["name = 'A run'", "pattern"]),
+        ("stages.rpr-1.value_loss=mae", ["value_loss = 'mae'", "'mse' or 'bce'"]),
+        ("stages.rpr-1.value_loss=bce", ["value_loss must be the same in all stages"]),
+        ("stages.rpr-1.critic_updates=0", ["critic_updates = 0", "greater than or equal to 1"]),
         ("engine.context=129", ["engine.context", "packing.length (128)", "got 129"]),
     ],
 )
@@ -121,6 +126,10 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("stages.rpr-1.estimator=best", "stages.rpr-1.estimator = 'best': must be one of"),
         ("stages.rpr-1.estimator=grpo", "stages.rpr-1.estimator = 'grpo': must be one of"),
         ("stages.base.never_shown=['golf']", "stages.base.never_shown = 'golf': must be one of"),
+        (
+            "stages.rpr-1.estimator_options={lam_out=0.5}",
+            "stages.rpr-1.estimator_options = 'lam_out': must be one of lam_in",
+        ),
     ],
 )
 def test_a_name_that_does_not_exist_stops_a_run_before_it_begins(tmp_path, override, said) -> None:
@@ -152,6 +161,35 @@ def test_overrides_reach_sections_and_stages_and_the_last_one_wins() -> None:
     rewrite = by_name["rsr-2"]
     assert isinstance(rewrite, config.RsrStage)
     assert rewrite.harnesses == ("survey",)
+
+
+def test_options_that_came_later_leave_the_digest_of_a_run_before_them() -> None:
+    """The digest of the same content as it was dumped before there were such options."""
+    tiny = config.load(TINY)
+    content = tiny.model_dump(mode="json", exclude={"seed"})
+    later = ("value_loss", "critic_updates", "frozen_attention", "estimator_options", "lam_critic")
+    for stage in content["stages"]:
+        for key in later if stage["kind"] == "rpr" else ():
+            del stage[key]
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    assert tiny.digest() == hashlib.sha256(text.encode()).hexdigest()[:16]
+    options = ["stages.rpr-1.estimator_options={lam_in=0.5}", "stages.rpr-1.lam_critic=1.0"]
+    assert len({tiny.digest(), *(config.load(TINY, [o]).digest() for o in options)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["value_clip=0.2"], "value_clip must be left out"),
+        (["reward.kind=fdr"], "needs bounded rewards"),
+    ],
+)
+def test_a_sigmoid_head_needs_bounded_rewards_and_no_clip(overrides, said) -> None:
+    both = [f"stages.{n}.{o}" for n in ("rpr-1", "rpr-2") for o in ("value_loss=bce", *overrides)]
+    with pytest.raises(UserError, match=said):
+        config.load(TINY, both)
+    sigmoid = config.load(TINY, [o for o in both if "value_loss" in o])
+    assert sigmoid.digest() != config.load(TINY).digest()
 
 
 counts = st.integers(1, 10**6)
@@ -190,6 +228,10 @@ rpr_stages = st.builds(
     critic=st.sampled_from(["handover", "fresh"]),
     value_clip=st.none() | positives,
     gamma=units,
+    critic_updates=st.integers(1, 9),
+    frozen_attention=st.booleans(),
+    estimator_options=st.dictionaries(st.sampled_from(["lam_in", "charged"]), units),
+    lam_critic=st.none() | units,
     reward=st.builds(
         config.RewardSection,
         kind=st.sampled_from(["spr", "fdr", "strict"]),
@@ -251,7 +293,8 @@ def _settings(content):
         yield path, value
     for stage in content["stages"]:
         for path, value in leaves(stage):
-            if path != ("kind",):
+            # A critic that is handed over has one kind of head: another stage must change too.
+            if path[-1] not in ("kind", "value_loss") or len(path) > 1:
                 yield ("stages", stage["name"], *path), value
 
 
@@ -264,6 +307,8 @@ OTHERS = {
     "critic": "fresh",
     "kind": "strict",
     "value_clip": "0.1",
+    "frozen_attention": "true",
+    "lam_critic": "0.5",
     "preset": "other",
     "estimator": "gae",
     "success": "2.0",

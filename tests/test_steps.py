@@ -144,6 +144,44 @@ def test_the_critics_first_loss_is_half_the_mean_square_of_the_returns(params) -
     assert float(metrics["explained_variance"]) == pytest.approx(0.0, abs=1e-5)
 
 
+def test_a_sigmoid_critic_starts_from_the_middle_and_lowers_its_loss(params) -> None:
+    rows = packed(examples())
+    wanted = np.where(rows.acted, np.clip(rows.columns["return_t"], 0, 2), np.float32(0))
+    rows = dataclasses.replace(rows, columns=rows.columns | {"return_t": wanted})
+    critic = fresh(model.init_value_params(MODEL, params))
+    losses = []
+    for _ in range(6):
+        critic, metrics = COMPILED.critic(critic, rows, 5e-4, value_high=2.0)
+        losses.append(float(metrics["loss"]))
+    # A new critic's logit is 0 everywhere, and the cross-entropy of one half is log 2.
+    assert losses[0] == pytest.approx(np.log(2.0), rel=1e-5)
+    assert losses[-1] < losses[0]
+
+
+def test_a_frozen_mixer_keeps_its_bytes_and_the_rest_learns(params) -> None:
+    """With weight decay, which would move what has no gradient."""
+    decaying = optim.adamw(**{**TINY.adam.model_dump(), "weight_decay": 0.1})
+    compiled = steps.compile_steps(MODEL, decaying)
+    start = model.init_value_params(MODEL, params)
+    critic = state.create(jax.tree.map(jnp.copy, start), decaying)
+    for _ in range(2):
+        critic, metrics = compiled.critic(critic, packed(examples()), 5e-4, frozen_attention=True)
+    assert float(metrics["grad_norm"]) > 0
+    moved = {
+        jax.tree_util.keystr(path): not np.array_equal(a, b)
+        for (path, a), b in zip(
+            jax.tree_util.tree_flatten_with_path(critic.params)[0],
+            jax.tree.leaves(start),
+            strict=True,
+        )
+    }
+    frozen = {path for path in moved if "'mixer'" in path}
+    assert frozen
+    assert not any(moved[path] for path in frozen)
+    assert any("'mlp'" in path and moved[path] for path in moved)
+    assert any("value_head" in path and moved[path] for path in moved)
+
+
 @pytest.fixture(scope="module")
 def on_policy(params):
     """The batch with the policy's own log-probs: every ratio is 1."""

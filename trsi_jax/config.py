@@ -188,13 +188,38 @@ class RprStage(Section):
     minibatches: Count = 2
     clip: Positive = 0.2
     value_clip: Positive | None = None
+    value_loss: Literal["mse", "bce"] = "mse"
+    """Squared error, or cross-entropy of a sigmoid head that says values in [0, reward.success]."""
+    critic_updates: Count = 1
+    """K: updates of the critic an update of the actor, on the same minibatch."""
+    frozen_attention: bool = False
+    """Train the critic without its token mixing layers (attention and gated delta rule)."""
     estimator: str = "tb_gae"
+    estimator_options: dict[str, float] = Field(default_factory=dict)
+    """Further settings that the estimator takes, such as {lam_in = 0.95}."""
     gamma: Unit = 0.99
     lam: Unit = 0.95
+    lam_critic: Unit | None = None
+    """Separate mixing for the critic's targets; None takes `lam`."""
     reward: RewardSection = RewardSection()
+
+    @model_validator(mode="after")
+    def _value_head(self) -> Self:
+        if self.value_loss == "bce" and self.value_clip is not None:
+            raise ValueError("value_clip must be left out with value_loss 'bce'")
+        if self.value_loss == "bce" and self.reward.kind == "fdr":
+            raise ValueError(
+                "value_loss 'bce' needs bounded rewards, so reward.kind 'spr' or 'strict'"
+            )
+        return self
 
 
 Stage = Annotated[BaseStage | RsrStage | RprStage, Field(discriminator="kind")]
+
+
+_LATER = ("value_loss", "critic_updates", "frozen_attention", "estimator_options", "lam_critic")
+"""Options of RPR that came after the first published digests: at their default they leave a
+configuration, and so its digest, what it was."""
 
 
 class Config(Section):
@@ -230,6 +255,10 @@ class Config(Section):
                 f"engine.context must be at most packing.length ({self.packing.length}), or an"
                 f" episode would not fit in a row, got {self.engine.context}"
             )
+        heads = {s.value_loss for s in self.stages if isinstance(s, RprStage)}
+        handed = any(s.critic == "handover" for s in self.stages if isinstance(s, RprStage))
+        if len(heads) > 1 and handed:
+            raise ValueError("value_loss must be the same in all stages that hand a critic over")
         for stage in self.stages:
             if isinstance(stage, RsrStage) and len(set(stage.harnesses)) < len(stage.harnesses):
                 raise ValueError(f"stage {stage.name}: harnesses must differ")
@@ -250,6 +279,12 @@ class Config(Section):
         if self.sharding == ShardingSection():
             ignored.add("sharding")  # Digests of runs on one device are older than the section.
         content = self.model_dump(mode="json", exclude=ignored)
+        for stage, dumped in zip(self.stages, content["stages"], strict=True):
+            for key in _LATER if isinstance(stage, RprStage) else ():
+                if getattr(stage, key) == RprStage.model_fields[key].get_default(
+                    call_default_factory=True
+                ):
+                    del dumped[key]
         encoded = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
         return hashlib.sha256(encoded).hexdigest()[:16]
 
@@ -280,10 +315,14 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _apply(content, override)
     try:
-        # JSON mode: TOML arrays become tuples, yet types stay strict.
-        return Config.model_validate_json(json.dumps(content, default=str))
+        return Config.model_validate_json(as_json(content))
     except ValidationError as error:
         raise UserError(f"{path}: {_first_problem(error, content)}") from None
+
+
+def as_json(content: dict[str, Any]) -> str:
+    """Parsed TOML for pydantic's JSON mode: arrays become tuples there, yet types stay strict."""
+    return json.dumps(content, default=str)
 
 
 def dump(config: Config) -> str:

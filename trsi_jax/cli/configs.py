@@ -21,10 +21,13 @@ def find(path: Path) -> Path:
     if path.exists():
         return path
     package = Path(trsi_jax.__file__).parent
+    inside = path.relative_to("configs") if path.parts[:1] == ("configs",) else path
+    if path.is_absolute() or ".." in path.parts:
+        return path
     # The folder is beside the package in a checkout and inside it once installed.
     for folder in (package.parent / "configs", package / "_configs"):
-        packaged = folder / path.name
-        if path.parent in (Path("configs"), Path()) and packaged.is_file():
+        packaged = folder / inside
+        if packaged.is_file():
             return packaged
     return path
 

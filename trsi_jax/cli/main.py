@@ -7,7 +7,18 @@ from collections.abc import Sequence
 
 import typer
 
-from trsi_jax.cli import doctor, plan, report, rescore, run, seeds, show, store, tasks
+from trsi_jax.cli import (
+    ablate,
+    doctor,
+    plan,
+    report,
+    rescore,
+    run,
+    seeds,
+    show,
+    store,
+    tasks,
+)
 from trsi_jax.cli.environment import clash
 from trsi_jax.cli.errors import FAILURE, USER_MISTAKE, explain, wants_traceback
 
@@ -25,6 +36,7 @@ app.command("show")(show.show)
 app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
 app.command("rescore")(rescore.rescore)
+app.add_typer(ablate.app, name="ablate")
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(store.app, name="store")
 

@@ -47,6 +47,11 @@ class Arm:
     estimator: str
     settings: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def discounts(self) -> bool:
+        """Whether gamma changes anything."""
+        return "gamma" in advantages.options(self.estimator)
+
     def build(self, group: int) -> Run:
         """The arm as a function of (rows, gamma, lam), for groups of `group` rows."""
         entry = advantages.entry(self.estimator)

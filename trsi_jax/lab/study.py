@@ -57,6 +57,20 @@ class Race(NamedTuple):
     explained_variance: npt.NDArray[np.float32]
 
 
+class Gradients(NamedTuple):
+    """Estimates at a frozen policy, for S seeds, over its P logits, flattened.
+
+    Attributes:
+      estimates: [S, batches, P].
+      truth: [P].
+      explained_variance: [S, batches] of the undiscounted return by the critic.
+    """
+
+    estimates: npt.NDArray[np.float32]
+    truth: npt.NDArray[np.float32]
+    explained_variance: npt.NDArray[np.float32]
+
+
 class Learner(NamedTuple):
     """Parameters and optimizer states of a race."""
 
@@ -101,20 +115,32 @@ class Laboratory:
         lam: float,
         batches: int = 64,
         fit: int = 30,
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Gradient estimates at the initial policy, after `fit` batches of critic training.
-
-        Returns:
-          (estimates [S, batches, P], truth [P]) over the logits of the policy, flattened.
-        """
+    ) -> Gradients:
+        """Gradient estimates at the initial policy, after `fit` batches of critic training."""
         keys = jnp.stack([prng.stream(seed, "simulator", "gradients") for seed in seeds])
-        estimates = self._gradients(
+        estimates, ev = self._gradients(
             self._index(arm), keys, jnp.float32(gamma), jnp.float32(lam), batches, fit
         )
         truth = jax.grad(functools.partial(sim.exact_success, self.world))(
             sim.initial_policy(self.world)
         )
-        return np.asarray(estimates), np.asarray(truth).ravel()
+        return Gradients(np.asarray(estimates), np.asarray(truth).ravel(), np.asarray(ev))
+
+    def advantages(self, seed: int, *, gamma: float, lam: float) -> dict[str, jax.Array]:
+        """Advantages [B, K, m] of one batch by every arm, all with the same warmed-up critic."""
+
+        @jax.jit
+        def every(key: jax.Array, gamma: jax.Array, lam: jax.Array) -> list[jax.Array]:
+            k_start, k_run = jax.random.split(key)
+            learner = self._start(k_start)
+            episodes = sim.sample(self.world, learner.policy, k_run, self.recipe.batch)
+            rows, layout, _ = self._rows(learner, episodes)
+            found = [run(rows, gamma, lam).advantage for run in self._runs]
+            return [sim.gather(advantage, layout.position) for advantage in found]
+
+        key = prng.stream(seed, "simulator", "advantages")
+        arrays = every(key, jnp.float32(gamma), jnp.float32(lam))
+        return {arm.name: array for arm, array in zip(self.arms, arrays, strict=True)}
 
     def _index(self, arm: str) -> jax.Array:
         names = [a.name for a in self.arms]
@@ -164,10 +190,8 @@ class Laboratory:
         )
         return learner._replace(critic=critic, critic_opt=opt)
 
-    def _estimate(
-        self, arm: jax.Array, learner: Learner, episodes: Episodes, gamma: jax.Array, lam: jax.Array
-    ) -> tuple[Estimate, jax.Array]:
-        """The arm's estimate at the action tokens, [B, K, m] each, and the values there."""
+    def _rows(self, learner: Learner, episodes: Episodes) -> tuple[Rows, sim.Layout, jax.Array]:
+        """Episodes as the arms see them, where their tokens lie, and the values [B, K, m]."""
         world = self.world
         layout = sim.lay(world, episodes)
         seen = features(world, episodes)
@@ -182,12 +206,18 @@ class Laboratory:
             layout.turn,
             episodes.success.astype(jnp.float32),
         )
+        return rows, layout, at_action
+
+    def _estimate(
+        self, arm: jax.Array, learner: Learner, episodes: Episodes, gamma: jax.Array, lam: jax.Array
+    ) -> tuple[Estimate, jax.Array]:
+        """The arm's estimate at the action tokens, [B, K, m] each, and the values there."""
+        rows, layout, at_action = self._rows(learner, episodes)
         branches: list[Callable[..., Estimate]] = [
             functools.partial(run, rows) for run in self._runs
         ]
         estimate: Estimate = jax.lax.switch(arm, branches, gamma, lam)
-        at = Estimate(*(sim.gather(x, layout.position) for x in estimate))
-        return at, at_action
+        return Estimate(*(sim.gather(x, layout.position) for x in estimate)), at_action
 
     def _surrogate(self, policy: jax.Array, episodes: Episodes, weight: jax.Array) -> jax.Array:
         """Mean over episodes of sum_t A_t log pi_t."""
@@ -206,8 +236,7 @@ class Laboratory:
             advantage = whiten(estimate.advantage, episodes.emitted)
             gradient = jax.grad(self._surrogate)(learner.policy, episodes, -advantage)
             updates, opt = self._policy_tx.update(gradient, learner.policy_opt, learner.policy)
-            score = episodes.success.astype(jnp.float32)[:, None, None]
-            ev = explained_variance(value, jnp.broadcast_to(score, value.shape), episodes.emitted)
+            ev = _explained(value, episodes)
             learner = self._fit(learner, episodes, estimate.target, estimate.fitted)
             policy = optax.apply_updates(learner.policy, updates)
             return learner._replace(policy=policy, policy_opt=opt), (before, ev)
@@ -226,7 +255,7 @@ class Laboratory:
         lam: jax.Array,
         batches: int,
         fit: int,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, jax.Array]:
         k_start, k_fit, k_run = jax.random.split(key, 3)
         learner = self._start(k_start)
 
@@ -237,14 +266,22 @@ class Laboratory:
 
         learner, _ = jax.lax.scan(settle, learner, jax.random.split(k_fit, fit))
 
-        def measure(key: jax.Array) -> jax.Array:
+        def measure(key: jax.Array) -> tuple[jax.Array, jax.Array]:
             episodes = sim.sample(self.world, learner.policy, key, self.recipe.batch)
-            estimate, _ = self._estimate(arm, learner, episodes, gamma, lam)
+            estimate, value = self._estimate(arm, learner, episodes, gamma, lam)
             gradient = jax.grad(self._surrogate)(learner.policy, episodes, estimate.advantage)
-            return jnp.ravel(gradient)
+            return jnp.ravel(gradient), _explained(value, episodes)
 
-        estimates: jax.Array = jax.lax.map(measure, jax.random.split(k_run, batches))
-        return estimates
+        measured: tuple[jax.Array, jax.Array] = jax.lax.map(
+            measure, jax.random.split(k_run, batches)
+        )
+        return measured
+
+
+def _explained(value: jax.Array, episodes: Episodes) -> jax.Array:
+    """EV of the undiscounted return by values [B, K, m], over the action tokens."""
+    score = episodes.success.astype(jnp.float32)[:, None, None]
+    return explained_variance(value, jnp.broadcast_to(score, value.shape), episodes.emitted)
 
 
 # --- how good a gradient is -------------------------------------------------------------------

@@ -13,7 +13,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +34,7 @@ from rollout.tasks.pool.families import FAMILIES
 from rollout.tasks.pool.lexicon import vocabulary
 from rollout.tasks.pool.source import PoolSource
 from trsi_jax import advantages, checkpoint, model, optim, prng, rewards, state, steps
-from trsi_jax.config import BaseStage, Config, RprStage, RsrStage, dump, load
+from trsi_jax.config import BaseStage, Config, RprStage, RsrStage, Stage, dump, load
 from trsi_jax.engine import JaxEngine
 from trsi_jax.evaluate import protocol
 from trsi_jax.memory import trimmed_after_compilation
@@ -64,6 +64,39 @@ def run(config: Config, out: Path, observer: Observer) -> None:
         configuration, or another process runs in it.
       SandboxUnavailable: no sandbox can be started here.
     """
+    with _ready(config, out, observer) as context:
+        _run_stages(context, config.stages)
+
+
+def prepare(config: Config, out: Path, observer: Observer) -> None:
+    """Run every stage but the last and warm up the critic of the last, which must be an RPR stage.
+
+    Copies of `out` can then go on under configurations that differ in nothing before the joint
+    iterations of the last stage; they start from the same actor, critic and optimizer states.
+
+    Args:
+      config: the whole recursion, its last stage of kind "rpr".
+      out: folder of the run; made, or resumed if it holds the same configuration.
+      observer: is told of progress.
+
+    Raises:
+      ValueError: for a last stage of another kind.
+      UserError, SandboxUnavailable: as `run`.
+    """
+    last = config.stages[-1]
+    if not isinstance(last, RprStage):
+        raise ValueError(f"stage {last.name} has no critic to warm up")
+    with _ready(config, out, observer) as context:
+        before = len(config.stages) - 1
+        _run_stages(context, config.stages[:before])
+        pair = _restore(context, before - 1)
+        version = before * VERSIONS_PER_STAGE
+        rpr.warm_up(context, last, pair["actor"], pair.get("critic"), version)
+
+
+@contextlib.contextmanager
+def _ready(config: Config, out: Path, observer: Observer) -> Iterator[Context]:
+    """Check, hold and claim the run's folder, and make the parts of the run."""
     _check_names(config)
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out):
@@ -74,7 +107,7 @@ def run(config: Config, out: Path, observer: Observer) -> None:
             _context(config, out, observer) as context,
             _compiling_ahead(context),
         ):
-            _run_stages(context)
+            yield context
 
 
 def _check_names(config: Config) -> None:
@@ -84,21 +117,26 @@ def _check_names(config: Config) -> None:
         if isinstance(stage, RprStage):
             key = f"stages.{stage.name}.estimator"
             asked.append((key, stage.estimator, advantages.names(kind="token")))
+            if stage.estimator in advantages.names(kind="token"):
+                key = f"stages.{stage.name}.estimator_options"
+                taken = set(advantages.options(stage.estimator)) - {"gamma", "lam", "bootstrap"}
+                asked += [(key, name, tuple(sorted(taken))) for name in stage.estimator_options]
         if isinstance(stage, BaseStage):
             key = f"stages.{stage.name}.never_shown"
             asked += [(key, family, tuple(FAMILIES)) for family in stage.never_shown]
     for key, name, known in asked:
         if name not in known:
             raise UserError(
-                f"configuration {config.name}: {key} = {name!r}: must be one of {', '.join(known)}"
+                f"configuration {config.name}: {key} = {name!r}: must be one of "
+                f"{', '.join(known) or 'none'}"
             )
 
 
-def _run_stages(context: Context) -> None:
+def _run_stages(context: Context, stages: Sequence[Stage]) -> None:
     config, observer = context.config, context.observer
     pair: Pair = {}
     before: protocol.Evaluation | None = None
-    for index, stage in enumerate(config.stages):
+    for index, stage in enumerate(stages):
         observer.stage_started(stage.name, index, len(config.stages))
         path = context.out / record.FOLDER / f"{stage.name}.json"
         if path.exists():
@@ -262,7 +300,7 @@ def _compiling_ahead(context: Context) -> Iterator[None]:
                 rows = rpr.packed_like(context)
                 plain = rpr.packed_like(context, columns=False)
                 context.steps.critic.compile_ahead(
-                    executor, critic, rows, 0.0, value_clip=stage.value_clip
+                    executor, critic, rows, 0.0, **rpr.critic_settings(stage)
                 )
                 context.steps.values.compile_ahead(executor, critic_params, plain)
                 context.steps.actor.compile_ahead(

@@ -80,22 +80,12 @@ def run(
     Returns:
       The pair after the last iteration.
     """
-    if critic is None or stage.critic == "fresh":
-        critic = model.init_value_params(context.model, actor)
-    optimizer = context.steps.optimizer
     folder = context.checkpoints(f"{stage.name}.partial")
     done = checkpoint.latest(folder)
-    saved: dict[str, Any] = {
-        "actor": state.create(jax.tree.map(jnp.copy, actor), optimizer),
-        "critic": state.create(jax.tree.map(jnp.copy, critic), optimizer),
-        "curves": np.zeros((len(CURVES), stage.iterations), np.float32),
-        "warm_up": np.zeros(stage.warm_up_rounds, np.float32),
-    }
-    if done is not None:
-        saved = checkpoint.restore(folder, done, saved)
+    if done is None:
+        saved = _start(context, stage, actor, critic, version)
     else:
-        context.serve(version, actor)
-        saved["critic"], saved["warm_up"] = _warm_up(context, stage, saved["critic"])
+        saved = checkpoint.restore(folder, done, _fresh(context, stage, actor, critic))
     actor_state, critic_state = saved["actor"], saved["critic"]
     curves = np.array(saved["curves"])
     for iteration in range(done or 0, stage.iterations):
@@ -113,6 +103,41 @@ def run(
     explained = float(np.mean(named["critic/explained_variance"]))
     named["warm-up/explained_variance"] = [float(x) for x in saved["warm_up"]]
     return RprResult(actor_state.params, critic_state.params, explained, named)
+
+
+def warm_up(
+    context: Context, stage: RprStage, actor: Any, critic: Any | None, version: int
+) -> None:
+    """Do what comes before the first joint iteration, and keep it where `run` goes on from.
+
+    Arguments as of `run`.
+    """
+    folder = context.checkpoints(f"{stage.name}.partial")
+    if checkpoint.latest(folder) is None:
+        checkpoint.save(folder, 0, _start(context, stage, actor, critic, version))
+
+
+def _start(
+    context: Context, stage: RprStage, actor: Any, critic: Any | None, version: int
+) -> dict[str, Any]:
+    """The states before the first joint iteration, the critic warmed up."""
+    saved = _fresh(context, stage, actor, critic)
+    context.serve(version, actor)
+    saved["critic"], saved["warm_up"] = _warm_up(context, stage, saved["critic"])
+    return saved
+
+
+def _fresh(context: Context, stage: RprStage, actor: Any, critic: Any | None) -> dict[str, Any]:
+    """What a checkpoint inside the stage holds, before any update."""
+    if critic is None or stage.critic == "fresh":
+        critic = model.init_value_params(context.model, actor)
+    optimizer = context.steps.optimizer
+    return {
+        "actor": state.create(jax.tree.map(jnp.copy, actor), optimizer),
+        "critic": state.create(jax.tree.map(jnp.copy, critic), optimizer),
+        "curves": np.zeros((len(CURVES), stage.iterations), np.float32),
+        "warm_up": np.zeros(stage.warm_up_rounds, np.float32),
+    }
 
 
 def _rollouts(context: Context, stage: RprStage, iteration: int, name: str) -> list[Trajectory]:
@@ -179,7 +204,7 @@ def _warm_up(
             seed = prng.integer(context.config.seed, stage.name, "warm-up", k)
             for rows in _pack(context, data, seed, minibatches=1):
                 critic, metrics = context.steps.critic(
-                    critic, rows, stage.critic_learning_rate, value_clip=stage.value_clip
+                    critic, rows, stage.critic_learning_rate, **critic_settings(stage)
                 )
             part.advance(1, loss=float(metrics["loss"]), explained_variance=float(explained[k]))
     return critic, explained
@@ -194,7 +219,9 @@ def _iterate(
     trajectories: Sequence[Trajectory],
 ) -> tuple[state.TrainState, state.TrainState, Array]:
     """PPO on one batch of rollouts; returns both states and the iteration's point of `CURVES`."""
-    data = _score(context, stage, trajectories, critic.params, lam=stage.lam)
+    data = _score(
+        context, stage, trajectories, critic.params, lam=stage.lam, lam_critic=stage.lam_critic
+    )
     _annotate(context, f"{stage.name}/iteration-{iteration:03d}", data)
     explained = _explained_variance(data)
     sums: dict[str, list[jax.Array]] = {}
@@ -214,13 +241,14 @@ def _iterate(
                     clip=stage.clip,
                     temperature=stage.temperature,
                 )
-                critic, of_critic = context.steps.critic(
-                    critic, rows, stage.critic_learning_rate, value_clip=stage.value_clip
-                )
                 for name, value in of_actor.items():
                     sums.setdefault(f"actor/{name}", []).append(value)
-                for name, value in of_critic.items():
-                    sums.setdefault(f"critic/{name}", []).append(value)
+                for _ in range(stage.critic_updates):
+                    critic, of_critic = context.steps.critic(
+                        critic, rows, stage.critic_learning_rate, **critic_settings(stage)
+                    )
+                    for name, value in of_critic.items():
+                        sums.setdefault(f"critic/{name}", []).append(value)
         means = {name: float(np.mean(jax.device_get(values))) for name, values in sums.items()}
     means |= {
         "train/success": success_rate(trajectories),
@@ -237,12 +265,15 @@ def _score(
     critic: Any,
     *,
     lam: float,
+    lam_critic: float | None = None,
 ) -> Batch:
     """Rewards, values, advantages (whitened over the batch) and returns of graded episodes."""
     # An episode whose prompt filled the context sampled nothing: nothing of it can be trained.
     trajectories = [t for t in trajectories if t.acted_t.any()]
     reward = [reward_of(t, context.medians, stage.reward) for t in trajectories]
     reward_t = [batch.token_rewards(t, r) for t, r in zip(trajectories, reward, strict=True)]
+    for t, of_t in zip(trajectories, reward_t, strict=True):
+        advantages.check_tokens(of_t, t.acted_t, t.turn_t, where=f"trajectory {t.id}")
     packing = context.config.packing
     packed = batch.pack(
         [batch.trajectory_example(t) for t in trajectories],
@@ -251,7 +282,11 @@ def _score(
         seed=0,
     )
     with context.clock.charge("training"):
-        value_t = packed.gather([context.steps.values(critic, rows) for rows in packed.batches])
+        said = [context.steps.values(critic, rows) for rows in packed.batches]
+        if stage.value_loss == "bce":
+            high = stage.reward.success
+            said = [losses.value_of_logit(logit, high=high) for logit in said]
+        value_t = packed.gather(said)
     # A whole number of waves wide, so that a masked episode does not change the shape.
     wave = context.config.engine.sessions
     tokens, index = batch.action_tokens(
@@ -261,7 +296,14 @@ def _score(
         length=context.config.engine.context,
         width=-(-len(trajectories) // wave) * wave,
     )
-    advantage, target = _estimate(tokens, estimator=stage.estimator, gamma=stage.gamma, lam=lam)
+    advantage, target = _estimate(
+        tokens,
+        estimator=stage.estimator,
+        gamma=stage.gamma,
+        lam=lam,
+        lam_critic=lam_critic,
+        options=tuple(sorted(stage.estimator_options.items())),
+    )
     return Batch(
         trajectories=trajectories,
         reward=reward,
@@ -272,15 +314,28 @@ def _score(
     )
 
 
-@partial(jax.jit, static_argnames=("estimator", "gamma", "lam"))
+@partial(jax.jit, static_argnames=("estimator", "gamma", "lam", "lam_critic", "options"))
 def _estimate(
-    tokens: batch.ActionTokens, *, estimator: str, gamma: float, lam: float
+    tokens: batch.ActionTokens,
+    *,
+    estimator: str,
+    gamma: float,
+    lam: float,
+    lam_critic: float | None,
+    options: tuple[tuple[str, float], ...],
 ) -> tuple[jax.Array, jax.Array]:
     """Whitened advantages and returns of action tokens [Ta, N]."""
-    one = advantages.bind(estimator, gamma=gamma, lam=lam)
-    advantage, target = jax.vmap(one, in_axes=1, out_axes=1)(
-        tokens.columns["reward"], tokens.columns["value"], tokens.acted_t, tokens.turn_t
-    )
+
+    def both(at: float) -> tuple[jax.Array, jax.Array]:
+        one = advantages.bind(estimator, **{"gamma": gamma, "lam": at} | dict(options))
+        result: tuple[jax.Array, jax.Array] = jax.vmap(one, in_axes=1, out_axes=1)(
+            tokens.columns["reward"], tokens.columns["value"], tokens.acted_t, tokens.turn_t
+        )
+        return result
+
+    advantage, target = both(lam)
+    if lam_critic is not None:
+        _, target = both(lam_critic)
     return advantages.whiten(advantage, tokens.acted_t), target
 
 
@@ -293,6 +348,16 @@ def _explained_variance(data: Batch) -> float:
     )
     value = np.concatenate(data.value_t)
     return float(losses.explained_variance(*(jnp.asarray(x) for x in (value, outcome, acted))))
+
+
+def critic_settings(stage: RprStage) -> dict[str, Any]:
+    """What is compiled into the stage's critic step: the settings that are not the default."""
+    settings: dict[str, Any] = {"value_clip": stage.value_clip}
+    if stage.value_loss == "bce":
+        settings["value_high"] = stage.reward.success
+    if stage.frozen_attention:
+        settings["frozen_attention"] = True
+    return settings
 
 
 def packed_like(context: Context, *, columns: bool = True) -> batch.PackedBatch:

@@ -35,7 +35,8 @@ class Steps:
     Attributes:
       optimizer: makes the states.
       sft: (state, batch, rate) -> (state, metrics); donates the state, like `critic` and `actor`.
-      critic: (state, batch, rate, *, value_clip) -> (state, metrics).
+      critic: (state, batch, rate, *, value_clip, value_high, frozen_attention) -> (state, metrics);
+        what is left out has the default of `critic_step`.
       actor: (state, batch, rate, *, clip, temperature) -> (state, metrics).
       values: (critic's params, batch) -> [R, L] float32.
     """
@@ -65,7 +66,7 @@ def compile_steps(config: model.ModelConfig, optimizer: optax.GradientTransforma
     return Steps(
         optimizer=optimizer,
         sft=bound(sft_step),
-        critic=bound(critic_step, ("value_clip",)),
+        critic=bound(critic_step, ("value_clip", "value_high", "frozen_attention")),
         actor=bound(actor_step, ("clip", "temperature")),
         values=CompiledStep(partial(token_values, config), donate=False),
     )
