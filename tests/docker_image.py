@@ -24,7 +24,16 @@ PROGRAMS = (
     *("mkdir", "mkfifo", "mount", "mv", "nohup", "pgrep", "readlink", "rm", "seq", "setsid"),
     *("sleep", "stat", "tail", "tar", "tr", "truncate", "unshare", "wc", "yes", "find", "base64"),
 )
-LIBRARY = ("encodings", "collections", "re", "importlib", "lib-dynload", "json", "asyncio", "ctypes")
+LIBRARY = (
+    "encodings",
+    "collections",
+    "re",
+    "importlib",
+    "lib-dynload",
+    "json",
+    "asyncio",
+    "ctypes",
+)
 ETC = {
     "etc/passwd": "root:x:0:0:root:/root:/bin/sh\n",
     "etc/group": "root:x:0:\n",
@@ -50,7 +59,9 @@ def library_of(python: Path) -> Path:
     if python == Path(sys.executable).resolve():
         return Path(sysconfig.get_path("stdlib"))
     return Path(
-        subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+        subprocess.run(
+            [python, "-c", ask], capture_output=True, text=True, check=True
+        ).stdout.strip()
     )
 
 

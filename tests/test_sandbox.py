@@ -421,6 +421,7 @@ def test_host_files_are_out_of_reach(sandboxed, tmp_path):
         assert set((await output_of(sandbox, "ls /")).split()) <= (
             {"app", "bin", "dev", "etc", "lib", "lib32", "lib64", "libx32", "proc", "sbin"}
             | {"tmp", "usr"}
+            | ({"root", "sys"} if sandboxed.name == "docker" else set())
         )
 
     sandboxed(check)
@@ -680,7 +681,9 @@ def test_closing_is_idempotent_and_leaves_nothing(sandboxed):
         before = len(list(Path("/proc/self/fd").iterdir()))
         await asyncio.gather(sandbox.close(), sandbox.close())
         await sandbox.close()
-        assert len(list(Path("/proc/self/fd").iterdir())) < before
+        # The engine's client may keep a connection that it opened since.
+        kept = int(sandboxed.name == "docker")
+        assert len(list(Path("/proc/self/fd").iterdir())) < before + kept
         assert not any(Path(f"/proc/{pid}/exe").exists() for pid in pids)
         for call in (sandbox.exec("true"), sandbox.put_files({}), sandbox.get_file("x")):
             with pytest.raises(SandboxDead):

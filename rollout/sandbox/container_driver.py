@@ -30,11 +30,17 @@ BASH = f"{FOLDER}/bash"
 WORKDIR_TAR = f"{FOLDER}/workdir.tar"
 """What the image has in the working directory, on which a file system with a size is mounted."""
 
+# What bash would end on, in process 1 too: there the kernel keeps away only what has no handler.
+_SIGNALS = (
+    "HUP INT QUIT ILL TRAP ABRT BUS FPE USR1 SEGV USR2 PIPE ALRM TERM XCPU XFSZ VTALRM PROF SYS"
+)
+
 # Order matters here as in `rollout.sandbox.driver`. Evaluated as a text and in no function, so that
 # an error in a command reads "bash: line 1: ...". The parent of the shell says how it ended, and
 # starts the next one when nothing is left of the orders of the last.
 _SPAWN = (
-    "exec 5<> <(:); exec 6>/dev/fd/5 7</dev/fd/5 5>&-; set -m; ( trap - PIPE; "
+    "exec 5<> <(:); exec 6>/dev/fd/5 7</dev/fd/5 5>&-; set -m; "
+    f"( trap - {_SIGNALS}; "
     "exec 3<&- 6>&- 8<&-; set -m; while :; do ( set +m; builtin unset __secret __spawn __guard; "
     'builtin unset -f __sweep __kill; __status() { return "$1"; }; __last=0; '
     'while IFS= builtin read -r -d "" -u 7 __tag && IFS= builtin read -r -d "" -u 7 __command; do '
@@ -54,7 +60,7 @@ _GUARD = (
     f"[ $3 = 0 ] || tar -x -p -o --strip-components=1 -f {WORKDIR_TAR} || "
     '{ printf "! the image has more in the working directory than disk_mb allows\\n" >&4; exit; }; '
     # An empty pipe to wait on: bash has no sleep of its own.
-    "exec 8<> <(:); trap : PIPE; "
+    f"exec 8<> <(:); trap '' {_SIGNALS}; "
     # What was started at $1 hundredths or later, but for this process, the shell and its parent.
     "__sweep() { local p s f; __found=(); for p in /proc/[0-9]*; do p=${p#/proc/}; "
     '[ $p = 1 ] || [ $p = "$__pid" ] && continue; read -r s </proc/$p/stat || continue; '
@@ -124,7 +130,7 @@ _PRELUDE = (
     "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin; umask 022; LC_ALL=C; "
     'fail() { printf "%s" "$1" >&2; exit 1; }; cd -P -- "$1" || fail "no directory $1"; '
     # No part of a path but the last may be a link, and each that exists must be a directory.
-    'above() { local here=. part rest=$1; while [[ $rest == */* ]]; do part=${rest%%/*}; '
+    "above() { local here=. part rest=$1; while [[ $rest == */* ]]; do part=${rest%%/*}; "
     'rest=${rest#*/}; here=$here/$part; [ -L "$here" ] && fail "$1: a symlink on the way"; '
     '[ ! -e "$here" ] || [ -d "$here" ] || fail "$1: Not a directory"; done; }; '
 )
@@ -132,11 +138,11 @@ _PRELUDE = (
 PUT = _PRELUDE + (
     # Lists of paths, each ended by an empty one: directories, files, links; then a tar. One that
     # has a slash at its end is made only if it is not there.
-    "new=(); while IFS= read -r -d '' p && [ -n \"$p\" ]; do above \"$p/\"; "
+    'new=(); while IFS= read -r -d \'\' p && [ -n "$p" ]; do above "$p/"; '
     '[ -d "$p" ] || new+=("./$p"); done; '
-    "while IFS= read -r -d '' p && [ -n \"$p\" ]; do above \"$p\"; "
+    'while IFS= read -r -d \'\' p && [ -n "$p" ]; do above "$p"; '
     '{ [ -L "$p" ] || [ -e "$p" ] && [ ! -f "$p" ]; } && fail "$p: is no regular file"; done; '
-    "while IFS= read -r -d '' p && [ -n \"$p\" ]; do above \"$p\"; "
+    'while IFS= read -r -d \'\' p && [ -n "$p" ]; do above "$p"; '
     '{ [ -L "$p" ] || [ -e "$p" ]; } && fail "$p: File exists"; done; '
     '[ ${#new[@]} = 0 ] || mkdir -p -- "${new[@]}" || exit; '
     "EXTRACT_UNSAFE_SYMLINKS=1 tar -x -p -o -f - || exit; printf done"
@@ -151,7 +157,7 @@ GET = _PRELUDE + (
 SNAPSHOT = _PRELUDE + (
     # First the modes of what its owner may not read, which is opened, and what a tar leaves out.
     "shopt -s globstar dotglob nullglob; [ -r . ] && [ -x . ] || chmod u+rwx .; "
-    "while :; do again=0; for p in **; do [ -L \"$p\" ] && continue; "
+    'while :; do again=0; for p in **; do [ -L "$p" ] && continue; '
     '{ [ -d "$p" ] && ! { [ -r "$p" ] && [ -x "$p" ]; }; } || '
     '{ [ -f "$p" ] && [ ! -r "$p" ]; } || continue; '
     'printf "%s %s\\0" "$(stat -c %a -- "$p")" "$p"; chmod u+rwx -- "$p" || exit; '

@@ -85,7 +85,7 @@ class DockerSandbox:
         self._stream: Stream | None = None
         self._reports = b""
         self._early = bytearray()
-        self._ended: tuple[str, str] | None = None
+        self._unclaimed: list[tuple[str, str, int]] = []
         self._poisoned = ""
         self._gone = ""
         self._final = False
@@ -145,7 +145,7 @@ class DockerSandbox:
         mounts = {path: f"{size},{owned},exec,nosuid,nodev" for path in spec.directories}
         if self._strict:
             mounts[spec.workdir] = f"{size},{owned},exec,nosuid,nodev"
-            mounts["/tmp"] = f"{size},mode=1777,exec,nosuid,nodev"
+            mounts["/tmp"] = mounts[spec.workdir]
         pids = spec.pids + SPARE_PIDS
         # Podman can't take over limits that it may not raise: there they are always named.
         limits = [Ulimit(name="nofile", soft=1024, hard=1024)] if self._engine.podman else None
@@ -254,11 +254,11 @@ class DockerSandbox:
         await self._send(verb, tag)
         deadline = time.monotonic() + timeout_s
         while True:
-            kind, of, number = await self._report(deadline, output)
-            if kind == "x" and of == self._secret:
-                self._ended = (kind, of)
-            if (kind, of) == (verb, tag):
-                return number
+            report = await self._report(deadline, output)
+            if report[:2] == (verb, tag):
+                return report[2]
+            # The shell's own word may come first.
+            self._unclaimed = [*self._unclaimed[-63:], report]
 
     async def _ping(self, timeout_s: float) -> None:
         """Wait until the shell runs a command."""
@@ -338,6 +338,7 @@ class DockerSandbox:
 
     async def _run(self, command: str, timeout_s: float, output: Output) -> tuple[str, int]:
         tag = secrets.token_hex(8)
+        self._unclaimed.clear()
         await self._send("r", tag, command)
         try:
             return await self._end_of(tag, time.monotonic() + timeout_s, output)
@@ -357,7 +358,10 @@ class DockerSandbox:
 
     async def _end_of(self, tag: str, deadline: float, output: Output) -> tuple[str, int]:
         while True:
-            kind, of, code = await self._report(deadline, output)
+            if self._unclaimed:
+                kind, of, code = self._unclaimed.pop(0)
+            else:
+                kind, of, code = await self._report(deadline, output)
             if kind == "s" and of == tag:
                 return "ok", code
             if kind == "x" and of == self._secret:
@@ -727,4 +731,3 @@ def reap(engine: Engine) -> int:
             _remove(client, found["Id"])
             removed += 1
     return removed
-

@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 
 import docker
 import requests
-from docker.errors import APIError, DockerException, ImageNotFound as NoSuchImage, NotFound
+from docker.errors import APIError, DockerException, NotFound
+from docker.errors import ImageNotFound as NoSuchImage
 from docker.utils import kwargs_from_env, parse_host
 
 from rollout.errors import (

@@ -245,7 +245,7 @@ class Images:
         """A regular file of a container, through links; None if there is none."""
         for _ in range(8):
             try:
-                chunks, status = self._engine.client.get_archive(container, f"/{path}")
+                chunks, _ = self._engine.client.get_archive(container, f"/{path}")
             except NotFound:
                 return None
             data = self._collect(chunks, _MAX_PROGRAM_BYTES)
@@ -263,7 +263,7 @@ class Images:
     def _workdir(self, container: str, workdir: str) -> bytes:
         """What an image has in the working directory; empty if nothing."""
         try:
-            chunks, status = self._engine.client.get_archive(container, workdir)
+            chunks, _ = self._engine.client.get_archive(container, workdir)
         except NotFound:
             return b""
         data = self._collect(chunks, MAX_WORKDIR_BYTES)
@@ -315,5 +315,3 @@ def bases_of(dockerfile: str) -> list[str]:
                 if source != word and source not in stages and not _DIGITS.fullmatch(source):
                     bases[source] = None
     return list(bases)
-
-

@@ -87,7 +87,7 @@ def make_backend(name: str = "auto") -> SandboxBackend:
 
 async def probe() -> tuple[BackendProbe, ...]:
     """Try every backend with a real sandbox and a command; one entry a backend."""
-    return tuple([await _probe(BubblewrapBackend()), await _probe(_docker())])
+    return (await _probe(BubblewrapBackend()), await _probe(_docker()))
 
 
 async def _probe(backend: SandboxBackend) -> BackendProbe:

@@ -26,9 +26,7 @@ def check_directories(spec: SandboxSpec) -> None:
             raise SandboxUnavailable(f"working directory {name!r} is one of the system's")
 
 
-def check_required(
-    backend: str, spec: SandboxSpec, enforced: frozenset[str], hint: str
-) -> None:
+def check_required(backend: str, spec: SandboxSpec, enforced: frozenset[str], hint: str) -> None:
     """Refuse a limit that was asked for and does not hold.
 
     Raises:
