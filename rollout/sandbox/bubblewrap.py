@@ -32,7 +32,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from rollout.errors import (
     LimitUnsupported,
@@ -47,6 +47,9 @@ from rollout.protocols import ExecResult, SandboxSpec
 from rollout.records import FileTree
 from rollout.sandbox import cgroups, driver, files, owner, processes
 from rollout.sandbox.diagnose import explain_start_failure
+from rollout.sandbox.output import Output
+from rollout.sandbox.slots import Slots
+from rollout.sandbox.spec import check_directories, check_required
 
 START_TIMEOUT_S = 20.0
 STOP_GRACE_S = 0.25
@@ -95,38 +98,6 @@ def _kernel_counts_processes_by_namespace() -> bool:
     """Since Linux 5.14 RLIMIT_NPROC counts a user's processes in the user namespace alone."""
     major, minor = re.findall(r"\d+", platform.release())[:2]
     return (int(major), int(minor)) >= (5, 14)
-
-
-class _Output:
-    """Keeps the first and the last part of a stream, and counts it."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._tail_bytes = max_bytes // 2
-        self._head_bytes = max_bytes - self._tail_bytes
-        self._max_bytes = max_bytes
-        self._head = bytearray()
-        self._tail = bytearray()
-        self.total = 0
-
-    def add(self, data: bytes) -> None:
-        self.total += len(data)
-        room = self._head_bytes - len(self._head)
-        if room > 0:
-            self._head += data[:room]
-            data = data[room:]
-        if data:
-            self._tail += data
-            # Cut in large steps: once per byte would be quadratic.
-            if len(self._tail) > 2 * self._tail_bytes + 65_536:
-                del self._tail[: len(self._tail) - self._tail_bytes]
-
-    @property
-    def truncated(self) -> bool:
-        return self.total > self._max_bytes
-
-    def value(self) -> bytes:
-        excess = len(self._tail) - self._tail_bytes
-        return bytes(self._head + self._tail[max(0, excess) :])
 
 
 class BubblewrapSandbox:
@@ -341,7 +312,7 @@ class BubblewrapSandbox:
         """
         async with self._lock:
             self._check_usable()
-            output = _Output(max_output)
+            output = Output(max_output)
             begun = time.monotonic()
             try:
                 await self._await_ready(RESET_TIMEOUT_S)
@@ -454,7 +425,7 @@ class BubblewrapSandbox:
             processes.send_signal(pid, signal.SIGKILL, self._namespace)
         return sorted(found)
 
-    def _on_output(self, output: _Output) -> None:
+    def _on_output(self, output: Output) -> None:
         with contextlib.suppress(BlockingIOError):
             data = os.read(self._output, 1 << 16)
             if data:
@@ -462,7 +433,7 @@ class BubblewrapSandbox:
             else:
                 self._loop.remove_reader(self._output)
 
-    def _drain(self, output: _Output) -> None:
+    def _drain(self, output: Output) -> None:
         """Take what is in the pipe now; a background job may be filling it for ever."""
         waiting = struct.unpack("i", fcntl.ioctl(self._output, termios.FIONREAD, b"\0" * 4))[0]
         while waiting > 0 and (data := os.read(self._output, waiting)):
@@ -585,13 +556,11 @@ class BubblewrapBackend:
     """Makes bubblewrap sandboxes.
 
     Args:
-      max_live: sandboxes that may live at once; a further start waits.
-      max_starting: starts at once.
+      slots: how many may live and start.
     """
 
-    def __init__(self, *, max_live: int = 256, max_starting: int = 8) -> None:
-        self._live = asyncio.Semaphore(max_live)
-        self._starting = asyncio.Semaphore(max_starting)
+    def __init__(self, *, slots: Slots | None = None) -> None:
+        self._slots = slots or Slots()
         self._sandboxes: set[BubblewrapSandbox] = set()
         self._free: list[int] = []
         self._next_slot = 0
@@ -754,7 +723,7 @@ class BubblewrapBackend:
         for path in (spec.workdir, *spec.directories):
             if path not in self._mount_points:
                 self._mount_point(path)
-        await self._live.acquire()
+        await self._slots.live.acquire()
         slot = self._take_slot()
         try:
             sandbox = BubblewrapSandbox(self, spec, slot, enforced)
@@ -763,7 +732,7 @@ class BubblewrapBackend:
             raise
         self._sandboxes.add(sandbox)
         try:
-            async with self._starting:
+            async with self._slots.starting:
                 await sandbox._start()
         except BaseException as error:
             said = sandbox.start_output()
@@ -789,7 +758,7 @@ class BubblewrapBackend:
 
     def _give_slot(self, slot: int) -> None:
         heapq.heappush(self._free, slot)
-        self._live.release()
+        self._slots.live.release()
 
     def release(self, sandbox: BubblewrapSandbox, slot: int) -> None:
         """Take back the slot of a sandbox that is gone."""
@@ -803,23 +772,13 @@ class BubblewrapBackend:
 
 
 def _check_spec(spec: SandboxSpec, enforced: frozenset[str]) -> None:
-    system = {"usr", "etc", "proc", "dev", "tmp", "bin", "sbin", "lib", "lib32", "lib64"}
     if spec.image is not None:
         raise SandboxUnavailable(f"bubblewrap runs no images, the task needs {spec.image!r}")
     if spec.network != "none":
         raise LimitUnsupported(f"bubblewrap knows network 'none' only, not {spec.network!r}")
-    for name in (spec.workdir, *spec.directories):
-        path = PurePosixPath(name)
-        if not path.is_absolute() or ".." in path.parts or path.parts[1:2][:1] == ():
-            raise SandboxUnavailable(f"working directory {name!r} is not an absolute path")
-        if path.parts[1] in system:
-            raise SandboxUnavailable(f"working directory {name!r} is one of the system's")
-    missing = sorted(spec.require - enforced)
-    if missing:
-        raise LimitUnsupported(
-            f"bubblewrap cannot limit {', '.join(missing)} here",
-            "run inside `systemd-run --user --scope`, or as root, for control groups",
-        )
+    check_directories(spec)
+    hint = "run inside `systemd-run --user --scope`, or as root, for control groups"
+    check_required("bubblewrap", spec, enforced, hint)
 
 
 def _raise_descriptor_limit() -> None:

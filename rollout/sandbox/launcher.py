@@ -60,7 +60,9 @@ class Launcher:
             try:
                 self._start(json.loads(message), fds)
             except OSError as error:
-                os.write(fds[1], f"cannot start bubblewrap: {error}".encode())
+                # Nobody may be there to read it: then the socket's end comes next.
+                with suppress(OSError):
+                    os.write(fds[1], f"cannot start bubblewrap: {error}".encode())
             finally:
                 for fd in fds:
                     os.close(fd)

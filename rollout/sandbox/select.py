@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from rollout.errors import SandboxUnavailable, UserError
-from rollout.protocols import SandboxBackend, SandboxSpec
+from rollout.protocols import Sandbox, SandboxBackend, SandboxSpec
 from rollout.sandbox.bubblewrap import BubblewrapBackend
+from rollout.sandbox.docker import DEFAULT_IMAGE, DockerBackend
+from rollout.sandbox.slots import Slots
 
-BACKENDS = ("auto", "bubblewrap")
+BACKENDS = ("auto", "bubblewrap", "docker")
+HOSTS_VARIABLE = "TRSI_DOCKER_HOSTS"
+"""Engines to spread sandboxes over, separated by commas; without it DOCKER_HOST, or the usual."""
+IMAGE_VARIABLE = "TRSI_DOCKER_IMAGE"
+"""What tasks without an image of their own run on in Docker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +36,58 @@ class BackendProbe:
     hint: str = ""
 
 
+class AutoBackend:
+    """Docker for a task that needs an image, bubblewrap for every other."""
+
+    def __init__(self) -> None:
+        slots = Slots()
+        self._embedded = BubblewrapBackend(slots=slots)
+        self._docker = _docker(slots)
+
+    @property
+    def name(self) -> str:
+        """Short name."""
+        return "auto"
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        """A fresh sandbox of the kind that the task needs.
+
+        Raises:
+          SandboxUnavailable: with the reason and the hint that mends it.
+        """
+        return await (self._embedded if spec.image is None else self._docker).start(spec)
+
+    async def aclose(self) -> None:
+        """Close every sandbox of either kind."""
+        await self._embedded.aclose()
+        await self._docker.aclose()
+
+
+def _docker(slots: Slots | None = None) -> DockerBackend:
+    named = os.environ.get(HOSTS_VARIABLE, "").split(",")
+    hosts = [host.strip() for host in named if host.strip()]
+    image = os.environ.get(IMAGE_VARIABLE) or DEFAULT_IMAGE
+    return DockerBackend(hosts, image=image, slots=slots)
+
+
 def make_backend(name: str = "auto") -> SandboxBackend:
-    """The backend called `name`; "auto" is bubblewrap.
+    """The backend called `name`; "auto" takes Docker where a task needs an image, else bubblewrap.
 
     Raises:
       UserError: for an unknown name.
     """
-    if name not in BACKENDS:
-        raise UserError(f"sandbox backend {name!r} is unknown; allowed: {', '.join(BACKENDS)}")
-    return BubblewrapBackend()
+    if name == "auto":
+        return AutoBackend()
+    if name == "bubblewrap":
+        return BubblewrapBackend()
+    if name == "docker":
+        return _docker()
+    raise UserError(f"sandbox backend {name!r} is unknown; allowed: {', '.join(BACKENDS)}")
 
 
 async def probe() -> tuple[BackendProbe, ...]:
     """Try every backend with a real sandbox and a command; one entry a backend."""
-    return (await _probe(BubblewrapBackend()),)
+    return (await _probe(BubblewrapBackend()), await _probe(_docker()))
 
 
 async def _probe(backend: SandboxBackend) -> BackendProbe:
