@@ -163,6 +163,7 @@ def compare(axes: Mapping[str, int], micro_batches: int, wanted: Sequence[str]) 
     """Largest difference of the steps on one mesh; raises AssertionError where one is too large."""
     import jax
     import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
 
     from sharding.hlo import logit_arrays, summarize
     from sharding.mesh import make_mesh
@@ -187,11 +188,13 @@ def compare(axes: Mapping[str, int], micro_batches: int, wanted: Sequence[str]) 
         states = networks[step]
         placed = [place(s, made.state_shardings(s)) for s in states]
         rows = place(batch, made.batch_shardings(batch))
-        rates = [np.float32(RATE)] * len(states)
+        whole = NamedSharding(made.sharded.mesh, PartitionSpec())
+        rates = [place(np.float32(RATE), whole)] * len(states)
         compiled = made.jitted(step, states, batch).lower(*placed, rows, *rates).compile()
         text = compiled.as_text()
         tensor = dict(made.sharded.sizes)["tensor"]
-        tokens = {LENGTH, LENGTH // made.sharded.sizes["sequence"], ROWS * LENGTH} - {CHUNK}
+        parts = {LENGTH, LENGTH // made.sharded.sizes["sequence"], ROWS * LENGTH}
+        tokens = {n for n in parts if n > CHUNK}
         # The hidden size is 32 and never a count of tokens here, so the head is not among them.
         logits = logit_arrays(text, tokens=tokens, vocabulary={VOCAB, VOCAB // tensor})
         assert not logits, f"{step} on {dict(axes)}: {logits}"
