@@ -142,7 +142,7 @@ class DockerSandbox:
         spec, client = self._spec, self._engine.client
         owned = f"uid={UID},gid={UID},mode=755" if self._strict else "mode=777"
         size = f"size={spec.disk_mb}m"
-        mounts = {path: f"{size},{owned},exec,nosuid,nodev" for path in spec.directories}
+        mounts = dict.fromkeys(spec.directories, f"{size},{owned},exec,nosuid,nodev")
         if self._strict:
             mounts[spec.workdir] = f"{size},{owned},exec,nosuid,nodev"
             mounts["/tmp"] = mounts[spec.workdir]
@@ -722,7 +722,7 @@ def _check_spec(spec: SandboxSpec) -> None:
 
 
 def reap(engine: Engine) -> int:
-    """Remove the containers of owners of this machine that are gone; how many there were. Blocks."""
+    """Remove the containers of this machine's owners that are gone; how many. Blocks."""
     boot = _boot_id()
     client = engine.client
     removed = 0
