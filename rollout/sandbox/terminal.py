@@ -54,7 +54,7 @@ class Terminal:
             terminal = cls(sandbox, f"/tmp/.terminal-{secrets.token_hex(4)}")
             ran = await sandbox.exec(
                 f"{terminal._tmux} new-session -d -s main -x {columns} -y {lines} "
-                "-e PS1='$ ' -e TERM=screen 'exec bash --norc --noprofile' \\; "
+                "'exec bash --norc --noprofile' \\; "
                 "set-option -g status off \\; set-option -g history-limit 10000",
                 timeout_s=START_TIMEOUT_S,
             )
