@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import socket
 import tarfile
 import time
 
@@ -25,19 +27,17 @@ from rollout.records import Entry
 from rollout.sandbox import container_driver, make_backend
 from rollout.sandbox.archive import unpack
 from rollout.sandbox.docker import BOOT_LABEL, OWNER_LABEL, DockerBackend, _boot_id, reap
+from rollout.sandbox.egress import Egress, allowed_hosts, is_public
 from rollout.sandbox.engine import Engine, default_host
 from rollout.sandbox.images import bases_of
 from rollout.sandbox.select import IMAGE_VARIABLE, AutoBackend
 
-engine_only = pytest.mark.usefixtures("docker_engine")
-pytestmark = [pytest.mark.docker]
+pytestmark = pytest.mark.docker
 
 
 @pytest.fixture
-def image(docker_engine, monkeypatch):
+def image(docker_engine):
     """Name of the tests' image."""
-    import os
-
     return os.environ[IMAGE_VARIABLE]
 
 
@@ -208,7 +208,6 @@ done; done; head -c 20 /proc/1/environ /proc/1/mem 2>/dev/null
 
 def test_no_command_can_reach_the_driver(image, client):
     # Without the defence, an ordinary bash as process 1: its descriptors can be written to.
-    host = client.create_host_config(network_mode="none", cap_drop=["ALL"])
     container = client.create_container(
         image,
         ["bash", "-c", "exec 9>/tmp/log; while :; do read -t 9 <> <(:); done"],
@@ -217,7 +216,6 @@ def test_no_command_can_reach_the_driver(image, client):
             network_mode="none", cap_drop=["ALL"], tmpfs={"/tmp": "mode=777,uid=65500"}
         ),
     )["Id"]
-    del host
     try:
         client.start(container)
         made = client.exec_create(container, ["bash", "-c", FORGE])["Id"]
@@ -309,12 +307,115 @@ def test_an_engine_that_is_not_there_names_the_remedy(tmp_path):
     run(check, hosts=[f"unix://{tmp_path}/nobody.sock"])
 
 
-def test_unknown_networks_are_refused(image):
-    async def check(backend):
-        with pytest.raises(LimitUnsupported, match="public"):
-            await backend.start(SandboxSpec(network="public"))
+# --- the network ------------------------------------------------------------------------------
 
-    run(check, image=image)
+ASK = """python3 - <<'END'
+import socket
+for request in {requests!r}:
+    peer = socket.create_connection(("127.0.0.1", 3128), timeout=5)
+    peer.sendall(request.encode())
+    print(peer.recv(200).decode().splitlines()[0], flush=True)
+    peer.close()
+for address in {addresses!r}:
+    try:
+        socket.create_connection(tuple(address), timeout=1)
+        print("reached", address)
+    except OSError as error:
+        print("refused")
+END"""
+
+
+def test_an_allowlist_lets_nothing_else_out(image):
+    """Names that are not listed, and listed ones that stand for the host, are refused."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        socket.create_connection(address, timeout=1).close()
+        requests = [
+            "CONNECT example.com:443 HTTP/1.1\r\n\r\n",
+            "CONNECT localhost:443 HTTP/1.1\r\n\r\n",
+            "GET http://localhost/ HTTP/1.1\r\nHost: example.org\r\n\r\n",
+            "CONNECT 169.254.169.254:80 HTTP/1.1\r\n\r\n",
+            "CONNECT localhost:22 HTTP/1.1\r\n\r\n",
+        ]
+        addresses = [address, ("169.254.169.254", 80)]
+
+        async def check(backend):
+            spec = SandboxSpec(network="allowlist:localhost,*.example.org,169.254.169.254")
+            box = await backend.start(spec)
+            said = await box.exec(ASK.format(requests=requests, addresses=addresses))
+            assert said.output.decode() == "HTTP/1.1 403 Forbidden\n" * 5 + "refused\n" * 2
+            told = await box.exec("echo $https_proxy; tail -n +3 /proc/net/dev | grep -c :")
+            assert told.output == b"http://127.0.0.1:3128\n1\n"
+
+        run(check, image=image)
+
+
+def test_an_allowed_host_is_reached_by_name_and_asked_by_that_name():
+    """A real server on the loopback; only the rule about addresses is set aside for it."""
+
+    async def answer(reader, writer):
+        asked = await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + asked)
+        await writer.drain()
+        writer.close()
+
+    async def ask(port, request):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request)
+        said = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        return said
+
+    async def main():
+        web = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = web.sockets[0].getsockname()[1]
+        listener = socket.create_server(("127.0.0.1", 0))
+        proxy = Egress(("localhost",), permitted=lambda address: True, ports=(port,))
+        await proxy.serve(listener)
+        at = listener.getsockname()[1]
+        plain = f"GET http://localhost:{port}/a?b HTTP/1.1\r\nHost: evil\r\nX: y\r\n\r\n"
+        said = await ask(at, plain.encode())
+        assert b"GET /a?b HTTP/1.1\r\nHost: localhost:%d\r\nX: y\r\n" % port in said
+        assert b"evil" not in said
+        tunnel = f"CONNECT localhost:{port} HTTP/1.1\r\n\r\nGET / HTTP/1.1\r\n\r\n"
+        said = await ask(at, tunnel.encode())
+        assert said.startswith(b"HTTP/1.1 200 Connection established\r\n\r\nHTTP/1.1 200 OK")
+        assert b"403" in await ask(at, b"CONNECT localhost:1 HTTP/1.1\r\n\r\n")
+        assert proxy.refused == ["localhost:1 is not on the list"]
+        await proxy.close()
+        web.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("93.184.216.34", True),
+        ("2606:2800:220:1::1", True),
+        ("127.0.0.1", False),
+        ("10.1.2.3", False),
+        ("192.168.0.1", False),
+        ("169.254.169.254", False),
+        ("100.64.0.1", False),
+        ("0.0.0.0", False),
+        ("224.0.0.1", False),
+        ("::1", False),
+        ("fe80::1%eth0", False),
+        ("fd00:ec2::254", False),
+        ("::ffff:127.0.0.1", False),
+    ],
+)
+def test_only_the_public_internet_is_public(address, public):
+    assert is_public(address) is public
+
+
+@pytest.mark.parametrize("network", ["public", "allowlist:", "allowlist:a b", "allowlist:http://x"])
+def test_unknown_networks_are_refused(network):
+    with pytest.raises(LimitUnsupported, match=r"allowlist:example\.org"):
+        allowed_hosts(network)
+    assert allowed_hosts("allowlist:A.org, *.b.net") == ("a.org", "*.b.net")
+    assert allowed_hosts("none") is None
     assert make_backend("docker").name == "docker"
 
 
