@@ -188,6 +188,9 @@ class SandboxSpec:
 
     Attributes:
       directories: further absolute directories, empty, each on a file system of its own.
+      network: "none", or "allowlist:NAME,*.NAME,..." of hosts that a proxy lets through.
+      profile: "strict", or "compat" for images that want their own user and a writable system.
+      terminal: programs may open terminals of their own (`rollout.sandbox.terminal`).
     """
 
     image: str | None = None
@@ -201,6 +204,7 @@ class SandboxSpec:
     disk_mb: int = 64
     lifetime_s: float = 600.0
     profile: str = "strict"
+    terminal: bool = False
     require: frozenset[str] = frozenset({"network"})
 
 

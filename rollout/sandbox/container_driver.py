@@ -85,8 +85,8 @@ _GUARD = (
     "a|e) kill -KILL -1; __pid=; __kill 0; "
     '[ $__verb = e ] || eval "$__spawn"; '
     'printf "%s %s %d\\n" $__verb "$__tag" ${#__found[@]} >&4;; '
-    "o) __n=0; for __file in /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control; "
-    "do [ -r $__file ] && while read -r __key __value; do "
+    "o) __n=0; for __file in memory.events memory/memory.oom_control; "
+    "do __file=/sys/fs/cgroup/$__file; [ -r $__file ] && while read -r __key __value; do "
     "[ $__key = oom_kill ] && __n=$__value; done <$__file; done; "
     'printf "o %s %d\\n" "$__tag" "$__n" >&4;; '
     "esac; done"
@@ -163,8 +163,9 @@ SNAPSHOT = _PRELUDE + (
     'printf "%s %s\\0" "$(stat -c %a -- "$p")" "$p"; chmod u+rwx -- "$p" || exit; '
     '[ -d "$p" ] && again=1; done; '
     "[ $again = 0 ] && break; done; "
-    'for p in **; do [ -S "$p" ] && [ ! -L "$p" ] && printf "s%s %s\\0" "$(stat -c %a -- "$p")" "$p"'
-    "; done; printf '\\0'; exec tar -c -f - ."
+    'for p in **; do [ -S "$p" ] && [ ! -L "$p" ] && '
+    'printf "s%s %s\\0" "$(stat -c %a -- "$p")" "$p"; '
+    "done; printf '\\0'; exec tar -c -f - ."
 )
 
 

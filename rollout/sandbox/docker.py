@@ -37,7 +37,7 @@ from rollout.errors import (
 )
 from rollout.protocols import ExecResult, SandboxSpec
 from rollout.records import FileTree
-from rollout.sandbox import archive, container_driver, owner
+from rollout.sandbox import archive, container_driver, egress, owner
 from rollout.sandbox.engine import Engine, Stream, default_host
 from rollout.sandbox.files import MAX_ENTRIES, parts_of
 from rollout.sandbox.images import KIND_LABEL, UID, Images, Prepared
@@ -92,6 +92,8 @@ class DockerSandbox:
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
         self._ooms = 0
+        self._hosts = egress.allowed_hosts(spec.network)
+        self._egress: egress.Egress | None = None
         self._deadline = time.monotonic() + spec.lifetime_s
 
     @property
@@ -135,14 +137,29 @@ class DockerSandbox:
         await self._engine.call(self._engine.client.start, self._id)
         await self._send(self._secret)
         await self._ping(START_TIMEOUT_S)
+        if self._hosts is not None:
+            await self._open_egress(self._hosts)
         if "memory" in self._enforced:
             self._ooms = await self._ask("o")
+
+    async def _open_egress(self, hosts: tuple[str, ...]) -> None:
+        """Let the sandbox reach some hosts, through this process alone."""
+        assert self._id is not None
+        told = await self._engine.call(self._engine.client.inspect_container, self._id)
+        pid = int(told["State"]["Pid"])
+        if not egress.is_in_container(pid, self._id):
+            raise LimitUnsupported(
+                "no allowlist with an engine on another machine", "use an engine on this one"
+            )
+        listener = await asyncio.to_thread(egress.listen_in, pid)
+        self._egress = egress.Egress(hosts)
+        await self._egress.serve(listener)
 
     def _options(self, prepared: Prepared) -> Any:
         spec, client = self._spec, self._engine.client
         owned = f"uid={UID},gid={UID},mode=755" if self._strict else "mode=777"
         size = f"size={spec.disk_mb}m"
-        mounts = {path: f"{size},{owned},exec,nosuid,nodev" for path in spec.directories}
+        mounts = dict.fromkeys(spec.directories, f"{size},{owned},exec,nosuid,nodev")
         if self._strict:
             mounts[spec.workdir] = f"{size},{owned},exec,nosuid,nodev"
             mounts["/tmp"] = mounts[spec.workdir]
@@ -165,6 +182,8 @@ class DockerSandbox:
             ulimits=limits,
         )
         env = {"LANG": "C.UTF-8", **prepared.env, "TERM": "dumb"}
+        if self._hosts is not None:
+            env |= egress.proxy_env()
         if self._strict:
             env |= {"HOME": "/tmp", "USER": "agent"}
         return client.create_container_config(
@@ -527,6 +546,8 @@ class DockerSandbox:
         self._backend.release(self, self._place)
 
     async def _remove(self) -> None:
+        if self._egress is not None:
+            await self._egress.close()
         if self._stream is not None:
             self._stream.close()
         if self._id is not None:
@@ -716,13 +737,12 @@ class DockerBackend:
 def _check_spec(spec: SandboxSpec) -> None:
     if spec.profile not in ("strict", "compat"):
         raise LimitUnsupported(f"profile {spec.profile!r} is unknown; allowed: strict, compat")
-    if spec.network != "none":
-        raise LimitUnsupported(f"docker knows network 'none' only, not {spec.network!r}")
+    egress.allowed_hosts(spec.network)
     check_directories(spec)
 
 
 def reap(engine: Engine) -> int:
-    """Remove the containers of owners of this machine that are gone; how many there were. Blocks."""
+    """Remove the containers of this machine's owners that are gone; how many. Blocks."""
     boot = _boot_id()
     client = engine.client
     removed = 0

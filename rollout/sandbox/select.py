@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 
-from rollout.errors import SandboxUnavailable, UserError
+from rollout.errors import SandboxError, SandboxUnavailable, UserError
 from rollout.protocols import Sandbox, SandboxBackend, SandboxSpec
 from rollout.sandbox.bubblewrap import BubblewrapBackend
 from rollout.sandbox.docker import DEFAULT_IMAGE, DockerBackend
@@ -27,6 +28,7 @@ class BackendProbe:
       enforced: the limits that hold.
       reason: why it does not work; empty if it does.
       hint: the command that mends it, or the one that adds the limits missing.
+      seconds: from nothing to the end of the first command.
     """
 
     name: str
@@ -34,6 +36,7 @@ class BackendProbe:
     enforced: frozenset[str] = frozenset()
     reason: str = ""
     hint: str = ""
+    seconds: float = 0.0
 
 
 class AutoBackend:
@@ -91,17 +94,23 @@ async def probe() -> tuple[BackendProbe, ...]:
 
 
 async def _probe(backend: SandboxBackend) -> BackendProbe:
+    begun = time.monotonic()
     try:
         sandbox = await backend.start(SandboxSpec(lifetime_s=30.0))
         result = await sandbox.exec("echo ready")
+        seconds = time.monotonic() - begun
         if result.output != b"ready\n":
             return BackendProbe(
                 backend.name, False, reason=f"a command printed {result.output[:80]!r}"
             )
-        missing = sorted({"memory", "pids", "cpu"} - sandbox.enforced)
-        hint = f"for {', '.join(missing)}: systemd-run --user --scope trsi ..." if missing else ""
-        return BackendProbe(backend.name, True, sandbox.enforced, hint=hint)
+        missing = ", ".join(sorted({"memory", "pids", "cpu"} - sandbox.enforced))
+        hint = ""
+        if missing and backend.name == "bubblewrap":
+            hint = f"systemd-run --user --scope trsi ... (or as root) adds limits of {missing}"
+        return BackendProbe(backend.name, True, sandbox.enforced, hint=hint, seconds=seconds)
     except SandboxUnavailable as error:
         return BackendProbe(backend.name, False, reason=error.reason, hint=error.hint)
+    except SandboxError as error:
+        return BackendProbe(backend.name, False, reason=str(error))
     finally:
         await backend.aclose()

@@ -6,15 +6,12 @@ import os
 import platform
 import shutil
 import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import typer
-
-from rollout.errors import SandboxError, SandboxUnavailable
 
 GIB = 2**30
 MEMORY_NEEDED = 3 * GIB
@@ -150,51 +147,20 @@ def _disk(folder: Path) -> Finding:
 def _sandboxes() -> Iterator[Finding]:
     import asyncio
 
-    docker = _docker()
-    try:
-        enforced, seconds = asyncio.run(_try_bubblewrap())
-    except SandboxError as error:
-        reason = error.reason if isinstance(error, SandboxUnavailable) else str(error)
-        hint = error.hint if isinstance(error, SandboxUnavailable) else ""
-        mend = hint or "sudo apt-get install bubblewrap"
-        yield Finding("bubblewrap", reason, mend, level="blocks" if docker.mend else "note")
-    else:
-        limits = ", ".join(sorted(enforced))
-        detail = f"a command ran in a sandbox after {1000 * seconds:.0f} ms; enforced: {limits}"
-        yield Finding("bubblewrap", detail)
-        # Docker is the other choice; where this one works, a missing engine is nothing to mend.
-        docker = replace(docker, mend="")
-    yield docker
+    from rollout.sandbox import probe
 
-
-async def _try_bubblewrap() -> tuple[frozenset[str], float]:
-    """Limits that hold in a real sandbox here, and the seconds until its first command ended."""
-    from rollout.protocols import SandboxSpec
-    from rollout.sandbox.bubblewrap import BubblewrapBackend
-
-    begun = time.monotonic()
-    backend = BubblewrapBackend()
-    try:
-        sandbox = await backend.start(SandboxSpec())
-        result = await sandbox.exec("echo alive")
-        if result.output.strip() != b"alive":
-            raise SandboxUnavailable(f"a command in a sandbox gave {result.output!r}")
-        return sandbox.enforced, time.monotonic() - begun
-    finally:
-        await backend.aclose()
-
-
-def _docker() -> Finding:
-    import docker
-    from docker.errors import DockerException
-
-    try:
-        client = docker.from_env(timeout=5)
-        try:
-            version = client.version()["Version"]
-        finally:
-            client.close()
-    except (DockerException, OSError):
-        detail = 'no engine answers; only configs with sandbox.backend = "docker" need one'
-        return Finding("docker", detail, "sudo apt-get install docker.io", level="note")
-    return Finding("docker", f"engine {version} answers")
+    found = asyncio.run(probe())
+    works = any(backend.works for backend in found)
+    for backend in found:
+        if backend.works:
+            limits = ", ".join(sorted(backend.enforced))
+            detail = (
+                f"a command ran in a sandbox after {1000 * backend.seconds:.0f} ms; "
+                f"enforced: {limits}"
+            )
+            yield Finding(backend.name, detail, backend.hint, "note" if backend.hint else "ok")
+        else:
+            # One backend is enough for what `trsi run` does by default.
+            needed = f"{backend.reason}; only tasks with an image of their own need it"
+            detail = needed if works and backend.name == "docker" else backend.reason
+            yield Finding(backend.name, detail, backend.hint, "note" if works else "blocks")
