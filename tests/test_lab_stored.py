@@ -128,7 +128,7 @@ def test_a_task_tried_once_says_nothing_of_groups(episodes):
 def test_what_an_estimator_would_lose_is_refused_by_name(episodes, change, said):
     ((name, fn),) = change.items()
     bad = dataclasses.replace(episodes[1], **{name: fn(getattr(episodes[1], name))})
-    with pytest.raises(ValueError, match=f"trajectory e1: {said}"):
+    with pytest.raises(ValueError, match=f"trajectory e1: .*{said}"):
         stored.compare([episodes[0], bad])
 
 

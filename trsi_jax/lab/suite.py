@@ -302,8 +302,8 @@ def judge(
 
     if task.name == "control" and have("token", *COUNTING):
         arrays = Laboratory(task.world, arms, task.recipe).advantages(0, gamma=gamma, lam=lam)
-        token = np.asarray(arrays["token"])
-        worst = max(float(np.abs(np.asarray(arrays[n]) - token).max()) for n in COUNTING)
+        own = np.asarray(arrays["token"])
+        worst = max(float(np.abs(np.asarray(arrays[n]) - own).max()) for n in COUNTING)
         text = "gap, unmasked and zeroed give token's advantages to 1e-5"
         rule(text, worst <= 1e-5, largest_difference=worst)
     if task.name == "long-logs":
