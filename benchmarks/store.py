@@ -30,12 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
 from rollout.records import CheckResult, Trajectory, Turn, Verdict
 from rollout.store import layout
 from rollout.store.compact import compact
-from rollout.store.reader import SegmentReader
+from rollout.store.reader import SegmentReader, read_context
 from rollout.store.segments import SegmentWriter
 
 VOCAB = 248_320
@@ -93,7 +92,7 @@ class Store:
     durable: bool
     write: Callable[[Path, Sequence[Trajectory]], None]
     opened: Callable[[Path, Sequence[Trajectory]], Callable[[int], Trajectory]]
-    prepare: Callable[[Path], None] = lambda folder: None
+    prepare: Callable[[Path], object] = lambda folder: None
 
 
 def segment_store(batch: int) -> Store:
@@ -103,7 +102,7 @@ def segment_store(batch: int) -> Store:
             writer.write(f"rpr-1/{start:05d}", trajectories[start : start + batch])
 
     def opened(folder: Path, trajectories: Sequence[Trajectory]) -> Callable[[int], Trajectory]:
-        context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
+        context = read_context(CACHE_BYTES)
         found = SegmentReader(folder, context=context).pinned()
         reader = SegmentReader(folder, version=found.version, context=context)
         return lambda i: reader.get(trajectories[i].id)
@@ -203,9 +202,7 @@ def array_record_store(options: str) -> Store:
 def stores(batch: int) -> tuple[list[Store], list[str]]:
     """Every row that can be measured here, and what is missing."""
     found, missing = [segment_store(batch), segment_store(1)], []
-    found[0] = replace(found[0])
-    compacted = segment_store(batch)
-    compacted.name, compacted.prepare = "trsi-jax, compacted", lambda folder: void(compact(folder))
+    compacted = replace(found[0], name="trsi-jax, compacted", prepare=compact)
     found.insert(0, compacted)
     peers: list[tuple[str, Callable[[], Store]]] = [
         ("pyarrow", lambda: parquet_store("snappy", durable=False)),
@@ -222,10 +219,6 @@ def stores(batch: int) -> tuple[list[Store], list[str]]:
         except ImportError:
             missing.append(package)
     return found, sorted(set(missing))
-
-
-def void(_: object) -> None:
-    return None
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, float]:
@@ -359,11 +352,15 @@ def main() -> None:
     rows = measure(ways, trajectories, arguments.repeats, arguments.reads)
     load = max(before, os.getloadavg()[0])
     wall, cpu = ratios(rows, "per_s_best"), ratios(rows, "per_cpu_s_best")
+    median = ratios(rows, "per_s_median")
     print(table(rows))
     for name in missing:
         print(f"left out: {name} is not installed")
     for name, value in wall.items():
-        print(f"{name}: {value:.2f} by wall-clock, {cpu[name]:.2f} by CPU time")
+        print(
+            f"{name}: {value:.2f} by wall-clock, {median[name]:.2f} by its median, "
+            f"{cpu[name]:.2f} by CPU time"
+        )
     print(f"size after compaction: {rows[0]['amplification']:.2f} of raw")
     cores = os.cpu_count() or 1
     if load > cores:
@@ -376,6 +373,7 @@ def main() -> None:
         result = {
             "rows": rows,
             "ratios_wall": wall,
+            "ratios_wall_median": median,
             "ratios_cpu": cpu,
             "raw_bytes": raw_bytes(trajectories),
             "load_average": load,

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -24,7 +24,8 @@ from rollout.harness import HARNESSES, Episode, Limits, public_view, run_episode
 from rollout.protocols import RolloutEngine, Sandbox, SandboxBackend, SandboxSpec
 from rollout.records import Fault, FileTree, Task, Trajectory, Verdict
 
-Verify = Callable[[Task, FileTree], Verdict]
+Verify = Callable[[Task, FileTree, SandboxBackend], Awaitable[Verdict]]
+"""Judges the working directory that an attempt left, in a sandbox where a check runs a command."""
 Progress = Callable[[int, int, Trajectory], None]
 
 
@@ -127,13 +128,13 @@ async def collect(
       engine: samples; it sees the sessions in the same order.
       backend: gives the sandboxes.
       chat: tokenizer and markup of the policy.
-      verify: judges the final working directory, on the host.
+      verify: judges the final working directory: `rollout.tasks.harbor.protocol.verify_task`.
       run_seed: seed of the run.
       limits: of each episode; the engine's context length holds as well.
       sandbox: what each sandbox must be.
       wave: episodes at a time; no more than the engine's sessions, or `max_live`.
       max_live: sandboxes that live at a time.
-      max_starts: sandboxes that start at a time.
+      max_starts: sandboxes that start at a time, and verifications that run at a time.
       progress: called with (finished, all, trajectory) as episodes finish.
       clock: where wall-clock seconds by part are added.
 
@@ -158,6 +159,7 @@ async def collect(
         sandbox=sandbox or SandboxSpec(),
         live=asyncio.Semaphore(max_live),
         starts=asyncio.Semaphore(max_starts),
+        verifications=asyncio.Semaphore(max_starts),
         clock=clock or Clock(),
     )
     size = max(1, min(wave, engine.caps.max_sessions, max_live))
@@ -195,6 +197,7 @@ class _Collection:
     sandbox: SandboxSpec
     live: asyncio.Semaphore
     starts: asyncio.Semaphore
+    verifications: asyncio.Semaphore
     clock: Clock
     faults: dict[int, RolloutError] = field(default_factory=dict)
 
@@ -290,8 +293,9 @@ class _Collection:
             acted.set()
             with part("sandbox"):
                 tree = await box.snapshot()
-            with part("verify"):
-                verdict = self.verify(task, tree)
+            async with self.verifications:
+                with part("verify"):
+                    verdict = await self.verify(task, tree, self.backend)
         except (SandboxError, EngineError, HarnessError, VerifierError) as error:
             fault = self.faults[index] = error
         finally:

@@ -29,7 +29,7 @@ from rollout.tasks.catalog.suites import STEEP_FROM, SUITES, generate_suite
 from rollout.tasks.catalog.world import Family, World
 from rollout.tasks.verifier import judge
 
-DIGEST = "c0c24a898e1d87e44323bf8b4df02884300cb74e0f3c2c8a118ac80febed972f"
+DIGEST = "ae1f596ef6cc304d9b95f24869f1dbc51da6d61e317cbfb1b827de71aebb10a0"
 """sha256 over the pool of seed 0; a change of it changes every task that was ever generated."""
 
 
@@ -101,6 +101,21 @@ def test_the_answer_is_not_in_the_request(pool):
             told = set(re.findall(r"[a-z]+", task.instruction))
             wanted = {c.predicate[-1].strip() for c in task.checks if c.id.startswith("goal-right")}
             assert not wanted & told, task.id
+
+
+@pytest.mark.parametrize("text", ["exit 0\n", "exec true\n", "return 0\n", "kill $$\n"])
+def test_a_sourced_file_cannot_end_its_check_with_success(tmp_path, text):
+    task = make_task("env_file_source", 1)
+    (check,) = task.checks
+
+    def status() -> int:
+        return subprocess.run(["/bin/sh", "-c", check.predicate[1]], cwd=tmp_path).returncode
+
+    name = re.search(r"> (\S+)$", task.oracle[-1])[1]
+    subprocess.run(["/bin/sh", "-c", task.oracle[-1]], cwd=tmp_path, check=True)
+    assert status() == 0
+    (tmp_path / name).write_text(text)
+    assert status() != 0
 
 
 # --- splits -----------------------------------------------------------------------------------

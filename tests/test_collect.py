@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rollout.collect import Clock, EpisodeSpec, collect
+from rollout.engines.scripted import ScriptedEngine
 from rollout.errors import (
     EngineError,
     HarnessError,
@@ -17,15 +18,18 @@ from rollout.errors import (
     TransferError,
     VerifierError,
 )
-from rollout.harness import HARNESSES, Limits, public_view, render
+from rollout.harness import HARNESSES, Limits, public_view, render, shell_chat
 from rollout.sandbox.bubblewrap import BubblewrapBackend
-from rollout.tasks.verifier import verify
+from rollout.tasks import predicates
+from rollout.tasks.catalog.generate import make_task
+from rollout.tasks.catalog.suites import generate_suite
+from rollout.tasks.harbor.protocol import verify_task
 from tests.shell_world import CHAT, TASK, engine, spec
 
 SOLVE = ("wc -l < note > total", "cat total", "mv note docs", "done")
 
 
-def run(scripts, specs, *, backend=None, verify=verify, engine_of=engine, **options):
+def run(scripts, specs, *, backend=None, verify=verify_task, engine_of=engine, **options):
     async def go():
         box = backend or BubblewrapBackend()
         try:
@@ -33,7 +37,7 @@ def run(scripts, specs, *, backend=None, verify=verify, engine_of=engine, **opti
                 specs,
                 engine=engine_of(scripts),
                 backend=box,
-                chat=CHAT,
+                chat=options.pop("chat", CHAT),
                 verify=verify,
                 run_seed=options.pop("run_seed", 0),
                 **options,
@@ -270,13 +274,42 @@ def test_a_sandbox_fault_that_stays_masks_and_never_scores(call):
 
 
 def test_a_verifier_fault_masks_and_is_not_tried_again():
-    def broken(task, tree):
+    async def broken(task, tree, backend):
         raise VerifierError("manifest without checks")
 
     backend = Flaky("start", None, set())
     masked = one(SOLVE, verify=broken, backend=backend)
     assert (masked.fault.kind, masked.verdict) == ("verifier", None)
     assert backend.started == 1
+
+
+def test_checks_that_run_commands_are_judged_in_a_sandbox_of_their_own():
+    # One exit status (binary), and what a program of the agent prints for hidden inputs.
+    tasks = [make_task("script_exit0", 1), generate_suite("rebuild", 0)[0]]
+    assert all(predicates.runs_of(c.predicate for c in task.checks) for task in tasks)
+    shell = shell_chat(text for task in tasks for text in (task.instruction, *task.oracle))
+    specs = [spec(task=task, sample=i) for task in tasks for i in range(2)]
+    scripts = {
+        episode.id: [
+            shell.action(command)
+            for command in ((*episode.task.oracle, "done") if episode.sample else ("ls", "done"))
+        ]
+        for episode in specs
+    }
+    backend = Flaky("start", None, set())
+
+    def said(scripts):
+        vocabulary = shell.tokenizer.vocab_size
+        return ScriptedEngine(scripts, vocab_size=vocabulary, context_len=4096, max_sessions=8)
+
+    results = run(
+        scripts, specs, backend=backend, engine_of=said, chat=shell, limits=Limits(context=4096)
+    )
+    assert [r.fault for r in results] == [None] * 4
+    assert [r.verdict.strict_success for r in results] == [False, True, False, True]
+    assert all(r.verdict.progress == 0 for r in results[::2])
+    assert backend.started == 8
+    assert not backend.alive
 
 
 def test_an_engine_fault_of_one_episode_masks_it():
@@ -304,7 +337,7 @@ def test_an_engine_that_never_answers_is_an_error():
 
 
 def test_a_bug_is_raised_and_closes_every_sandbox():
-    def bug(task, tree):
+    async def bug(task, tree, backend):
         raise KeyError("total")
 
     backend = Flaky("start", None, set())

@@ -204,6 +204,7 @@ def test_only_passed_counts_in_every_format():
         {"checks.json": Entry("symlink", 0o777, b"x")},
         {"junit.xml": file("<a")},
         {"junit.xml": file('<!DOCTYPE x [<!ENTITY a "b">]><testsuite/>')},
+        {"junit.xml": Entry("file", 0o644, "<!DOCTYPE x><testsuite/>".encode("utf-16"))},
     ],
 )
 def test_a_malformed_report_is_a_fault(results):

@@ -267,6 +267,17 @@ def refusal(root: Path, **options: bool) -> str:
             "[verifier.environment]\ndocker_image = 'a/b:2'",
             "verifier.environment.docker_image = 'a/b:2'",
         ),
+        ("[verifier.environment]\nenv = {A = '1'}", "verifier.environment.env = {'A': '1'}"),
+        ("[verifier.environment]\nworkdir = '/w'", "verifier.environment.workdir = '/w'"),
+        (
+            "[verifier.environment]\nnetwork_mode = 'public'",
+            "verifier.environment.network_mode = 'public'",
+        ),
+        ("[verifier.environment]\nnetwork_mode = 'no-network'\nos = 'linux'", ""),
+        (
+            "[[artifacts]]\nsource = 'out'\nexclude = ['*.log']",
+            "artifacts.exclude = ['*.log']",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(tmp_path, change, named):

@@ -17,7 +17,7 @@ from rollout.rewrite.replay import FUNNEL, rewrite
 from rollout.rewrite.runbook import MAX_COMMANDS, problems
 from rollout.rewrite.shell import is_view, literals
 from rollout.sandbox.bubblewrap import BubblewrapBackend
-from rollout.tasks.verifier import verify
+from rollout.tasks.harbor.protocol import verify_task
 from tests.shell_world import CHAT, TASK, engine, spec
 
 PLANNER = RulePlanner({TASK.id: TASK.instruction, "hunt": "delete the file with beta"})
@@ -256,7 +256,7 @@ def rewritten(scripts, specs, **options):
 
     async def go():
         backend = BubblewrapBackend()
-        shared = {"backend": backend, "chat": CHAT, "verify": verify, "run_seed": 0}
+        shared = {"backend": backend, "chat": CHAT, "verify": verify_task, "run_seed": 0}
         try:
             found = await collect(specs, engine=engine(scripts), **shared)
             return found, await rewrite(
@@ -323,7 +323,12 @@ def test_a_runbook_that_only_worked_in_its_first_sandbox_is_not_kept():
             return Runbook(source.task_id, source.id, ("mv note docs",))
 
     async def go():
-        shared = {"backend": BubblewrapBackend(), "chat": CHAT, "verify": verify, "run_seed": 0}
+        shared = {
+            "backend": BubblewrapBackend(),
+            "chat": CHAT,
+            "verify": verify_task,
+            "run_seed": 0,
+        }
         return await rewrite(
             [trajectory(("mv note docs", ""))],
             {TASK.id: TASK},
@@ -339,7 +344,12 @@ def test_a_runbook_that_only_worked_in_its_first_sandbox_is_not_kept():
 
 def test_failures_and_masked_episodes_are_no_sources():
     async def go():
-        shared = {"backend": BubblewrapBackend(), "chat": CHAT, "verify": verify, "run_seed": 0}
+        shared = {
+            "backend": BubblewrapBackend(),
+            "chat": CHAT,
+            "verify": verify_task,
+            "run_seed": 0,
+        }
         return await rewrite(
             [trajectory(("mv note docs", ""), verdict=verdict) for verdict in (FAILURE, None)],
             {TASK.id: TASK},

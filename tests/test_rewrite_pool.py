@@ -11,9 +11,9 @@ from rollout.rewrite.audit import RuleReviewer
 from rollout.rewrite.planner import RulePlanner
 from rollout.rewrite.replay import rewrite
 from rollout.sandbox.bubblewrap import BubblewrapBackend
+from rollout.tasks.harbor.protocol import verify_task
 from rollout.tasks.pool.lexicon import vocabulary
 from rollout.tasks.pool.source import PoolSource
-from rollout.tasks.verifier import verify
 
 CHAT = shell_chat(vocabulary())
 TASKS = PoolSource(11).tasks("train")[:40]
@@ -41,7 +41,7 @@ def run(scripts):
             context_len=128,
         )
         backend = BubblewrapBackend()
-        shared = {"backend": backend, "chat": CHAT, "verify": verify, "run_seed": 0}
+        shared = {"backend": backend, "chat": CHAT, "verify": verify_task, "run_seed": 0}
         try:
             found = await collect(specs, engine=engine, **shared)
             return found, await rewrite(

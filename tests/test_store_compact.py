@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from rollout.errors import StoreError
+from rollout.errors import ContractViolation, StoreError
 from rollout.store import layout
 from rollout.store.compact import LEASE_KEY, compact, sealed_problem, stored_bytes
 from rollout.store.reader import SegmentReader
 from rollout.store.segments import SegmentWriter
-from tests.test_store import ROOT, VOCAB, assert_same, make
+from tests.test_store import OLD, ROOT, VOCAB, assert_same, make
 
 State = dict[str, tuple[list[str], dict[str, list[float]]]]
 
@@ -88,32 +88,37 @@ def test_every_version_stays_what_it_was_over_several_compactions(tmp_path) -> N
         assert sealed_problem(follower, name) is None
 
 
-def test_sealed_arrays_are_plain_sharded_zarr3(tmp_path) -> None:
-    batch = [make(f"{i}", 50_000, i) for i in range(3)]
-    SegmentWriter(tmp_path, vocab_size=VOCAB).write("s", batch)
+def test_sealed_columns_are_plain_sharded_zarr3(tmp_path) -> None:
+    writer = SegmentWriter(tmp_path, vocab_size=VOCAB)
+    writer.write("s", [make(f"{i}", 50_000, i) for i in range(3)])
+    value = [np.random.default_rng(i).normal(size=50_000).astype(np.float32) for i in range(3)]
+    writer.write_columns("s", "value_t", value)
     compact(tmp_path)
     (sealed,) = (tmp_path / "sealed").iterdir()
-    array = ts.open(
-        {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{sealed}/token_ids/"}}
-    ).result()
-    expected = np.concatenate([t.token_ids for t in batch])
-    np.testing.assert_array_equal(array[:].read().result(), expected)
-    metadata = json.loads((sealed / "token_ids" / "zarr.json").read_text())
+    path = f"{sealed}/columns/value_t/"
+    array = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}).result()
+    np.testing.assert_array_equal(array[:].read().result(), np.concatenate(value))
+    metadata = json.loads((sealed / "columns/value_t/zarr.json").read_text())
     assert metadata["codecs"][0]["name"] == "sharding_indexed"
-    # One shard a field: few files, whatever the number of chunks.
-    assert len([p for p in sealed.rglob("*") if p.is_file() and p.name != "zarr.json"]) == 6
+    # One shard of trajectories, one of the column: few files, whatever they hold.
+    assert len([p for p in sealed.rglob("*") if p.is_file() and p.name != "zarr.json"]) == 2
 
 
-def test_an_array_of_several_shards_is_sealed_whole(tmp_path, monkeypatch) -> None:
+def test_sets_of_several_shards_are_sealed_whole(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(layout, "_SHARD", 4 * layout._SEALED_CHUNK)
-    batch = [make(f"{i}", 30_000, i) for i in range(8)]
+    monkeypatch.setattr(layout, "ENTRIES", 3)
     writer = SegmentWriter(tmp_path, vocab_size=VOCAB)
-    for i, trajectory in enumerate(batch):
-        writer.write(f"s/{i}", [trajectory])
+    batch = [make(f"{i}", 30_000, i) for i in range(8)]
+    for i in range(0, 8, 2):
+        writer.write(f"s/{i}", batch[i : i + 2])
+        writer.write_columns(f"s/{i}", "value_t", [np.full(30_000, i, np.float32)] * 2)
     compact(tmp_path)
-    assert len(list(tmp_path.glob("sealed/*/token_ids/c/*"))) == 4
-    for trajectory in batch:
-        assert_same(trajectory, SegmentReader(tmp_path).get(trajectory.id))
+    assert len(list(tmp_path.glob("sealed/*/trajectories/*"))) == 3
+    assert len(list(tmp_path.glob("sealed/*/columns/value_t/c/*"))) == 4
+    reader = SegmentReader(tmp_path)
+    for i, trajectory in enumerate(batch):
+        assert_same(trajectory, reader.get(trajectory.id))
+        assert set(reader.get_columns(trajectory.id)["value_t"]) == {i - i % 2}
 
 
 def test_disk_amplification_is_at_most_1_15(tmp_path) -> None:
@@ -139,15 +144,31 @@ def test_disk_amplification_is_at_most_1_15(tmp_path) -> None:
     assert stored_bytes(tmp_path) / raw <= 1.15
 
 
-def test_a_store_of_layout_1_can_be_compacted(tmp_path) -> None:
-    shutil.copytree(ROOT / "tests/data/store_layout_1", tmp_path / "store")
-    before = state(SegmentReader(tmp_path / "store"))
-    versions = range(1, SegmentReader(tmp_path / "store").version + 1)
-    seen = {v: state(SegmentReader(tmp_path / "store", version=v)) for v in versions}
-    assert compact(tmp_path / "store").segments == 3
-    assert state(SegmentReader(tmp_path / "store")) == before
-    for version in versions:
-        assert state(SegmentReader(tmp_path / "store", version=version)) == seen[version]
+@pytest.mark.parametrize(("version", "moved"), [(1, (3, 2)), (2, (1, 2))])
+def test_a_store_of_an_older_layout_can_be_compacted(tmp_path, version, moved) -> None:
+    shutil.copytree(ROOT / f"tests/data/store_layout_{version}", tmp_path / "store")
+    reader = SegmentReader(tmp_path / "store")
+    before = state(reader)
+    # What a compaction took away is shown as of its end.
+    oldest = reader._current().compaction.at or 1
+    seen = {
+        v: state(SegmentReader(tmp_path / "store", version=v))
+        for v in range(oldest, reader.version + 1)
+    }
+    report = compact(tmp_path / "store")
+    assert (report.segments, report.columns) == moved
+    reader = SegmentReader(tmp_path / "store")
+    assert state(reader) == before
+    for v, expected in seen.items():
+        assert state(SegmentReader(tmp_path / "store", version=v)) == expected
+    for name, trajectory in OLD[version].items():
+        assert_same(trajectory, reader.get(name))
+    # What was sealed as arrays stays so; everything else has become the newest layout.
+    for name in reader.segments():
+        old = version == 2 and name != "rpr-1/1"
+        assert reader.header(name).layout_version == (2 if old else layout.LAYOUT_VERSION)
+        assert sealed_problem(reader, name) is None
+    assert compact(tmp_path / "store").segments == 0
 
 
 def test_a_store_in_memory_is_compacted_like_any_other() -> None:
@@ -226,7 +247,9 @@ module.compact(sys.argv[1], lease_s=0.5)
     ("step", "when"),
     [
         ("_take_lease", "after"),
-        ("_write_array", "after"),
+        ("_write_shard", "before"),
+        ("_write_shard", "after"),
+        ("_write_column", "after"),
         ("_check", "after"),
         ("_move", "after"),
         ("_rewrite", "before"),
@@ -236,6 +259,10 @@ module.compact(sys.argv[1], lease_s=0.5)
     ],
 )
 def test_a_compactor_killed_at_any_step_changes_nothing_that_is_read(tmp_path, step, when) -> None:
+    # What is in quarantine stays in the database: it pins its data file, and `_rewrite` frees it.
+    refused = make("bad", turn_t=np.arange(12, dtype=np.int32)[::-1].copy())
+    with pytest.raises(ContractViolation):
+        SegmentWriter(tmp_path, vocab_size=VOCAB).write("refused", [refused])
     views = fill(tmp_path, 0, 6)
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), step, when],
@@ -244,8 +271,7 @@ def test_a_compactor_killed_at_any_step_changes_nothing_that_is_read(tmp_path, s
         timeout=60,
         check=False,
     )
-    # `_rewrite` is for keys that pin a file, which need not be any.
-    assert done.returncode == -signal.SIGKILL or step == "_rewrite"
+    assert done.returncode == -signal.SIGKILL, "the compactor never came to where it is killed"
     views |= fill(tmp_path, 6, 8)
     for version, seen in views.items():
         assert state(SegmentReader(tmp_path, version=version)) == seen
@@ -254,8 +280,10 @@ def test_a_compactor_killed_at_any_step_changes_nothing_that_is_read(tmp_path, s
     for version, seen in views.items():
         assert state(SegmentReader(tmp_path, version=version)) == seen
     check_bits(tmp_path, 8)
+    assert [q.id for q in SegmentReader(tmp_path).quarantined()] == ["bad"]
     used = {SegmentReader(tmp_path).header(f"s/{i:03d}").sealed.set for i in range(8)}
-    assert {p.name for p in (tmp_path / "sealed").iterdir() if any(p.rglob("zarr.json"))} == used
+    left = {p.relative_to(tmp_path).parts[1] for p in tmp_path.rglob("sealed/**/*") if p.is_file()}
+    assert left == used
 
 
 def test_one_compactor_at_a_time(tmp_path) -> None:
@@ -297,15 +325,22 @@ def test_a_compactor_whose_lease_was_taken_over_moves_nothing(tmp_path, monkeypa
 def test_a_damaged_shard_is_found_by_reading_and_by_its_digest(tmp_path) -> None:
     fill(tmp_path, 0, 4)
     compact(tmp_path)
-    (shard,) = tmp_path.glob("sealed/*/token_ids/c/0")
-    data = bytearray(shard.read_bytes())
+    (shard,) = tmp_path.glob("sealed/*/trajectories/0")
+    whole = shard.read_bytes()
+    data = bytearray(whole)
     data[len(data) // 3] ^= 4
     shard.write_bytes(data)
     with pytest.raises(StoreError, match="reading the store"):
         [SegmentReader(tmp_path).read(f"s/{i:03d}") for i in range(4)]
-    # A shard that is whole and wrong: of another compaction, say.
-    shutil.copy(shard.parents[2] / "turn_t" / "c" / "0", shard)
+    # A shard that is whole and wrong: entries of a shard are found by their order.
+    kvstore = ts.KvStore.open(f"file://{tmp_path}/").result()
+    sealed_set = shard.parents[1].name
+    entries = ts.KvStore.open(layout.shard_spec(kvstore, sealed_set, 0)).result()
+    shard.write_bytes(whole)
+    first, second = (layout.shard_entry(i)[1] for i in range(2))
+    entries[first] = entries[second]
     assert "does not read back equal" in sealed_problem(SegmentReader(tmp_path), "s/000")
+    assert sealed_problem(SegmentReader(tmp_path), "s/001") is None
 
 
 def test_compacting_says_what_is_wrong(tmp_path) -> None:

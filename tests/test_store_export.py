@@ -122,7 +122,7 @@ def test_verify_finds_what_is_wrong_and_nothing_else(run) -> None:
     texts = [p.text for p in verify(store)]
     assert any("its id does not point at its place" in text for text in texts)
     assert any("id ghost points at no trajectory" in text for text in texts)
-    del database[layout.tokens_path("rpr-1/0", "turn_t") + "c/0"]
+    del database[layout.trajectory_key("rpr-1/0", 0)]
     assert any(p.segment == "rpr-1/0" and "missing" in p.text for p in verify(store))
 
 

@@ -1,5 +1,6 @@
 """Loading: every token once, over processes, over interruptions, packed as if it were not."""
 
+import dataclasses
 import threading
 
 import jax
@@ -15,7 +16,9 @@ from rollout.store.loader import Cursor, Loader
 from rollout.store.plan import Bucketed, Packed, epoch_steps, fill
 from rollout.store.segments import SegmentWriter
 from tests.test_store import VOCAB, assert_same, make
-from trsi_jax.batch import pack_rows, to_predictor, trajectory_example
+from trsi_jax import losses, model
+from trsi_jax.batch import PackedBatch, pack_rows, trajectory_example
+from trsi_jax.steps.forward import token_logprobs
 
 lengths_of = st.lists(st.integers(0, 24), max_size=40)
 plans = st.one_of(
@@ -201,34 +204,54 @@ def test_a_loader_says_what_it_cannot_do(store, tmp_path) -> None:
     assert len(dropped | seen) == 42
 
 
-def test_the_loss_of_packed_rows_is_the_loss_of_the_trajectories(store) -> None:
-    # A bigram "model": each token's loss depends on the one before it alone, so the two sums
-    # differ exactly if a token is lost or doubled, or a segment's edge leaks into the loss.
-    logp = np.asarray(
-        jax.nn.log_softmax(np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype(np.float32))
-    ).astype(np.float64)
-    total = count = packed_total = packed_count = 0.0
-    tokens = 0
+MODEL = dataclasses.replace(
+    model.preset("tiny", vocab_size=VOCAB),
+    num_layers=2,
+    layer_pattern=("linear", "full"),
+    hidden_size=32,
+    intermediate_size=48,
+    head_dim=8,
+    rotary_dim=4,
+    gdn_key_dim=8,
+    gdn_value_dim=8,
+    gdn_chunk=8,
+)
+
+
+@jax.jit
+def summed_loss(params, batch: PackedBatch) -> jax.Array:
+    """The supervised loss of the real model, summed over the batch's weighted tokens."""
+    weight = batch.loss_weight
+    logprob, _ = token_logprobs(MODEL, params, batch, temperature=1.0)
+    return losses.sft_nll(logprob, weight > 0, n_tokens=1.0, weight_t=weight)
+
+
+def test_the_model_gives_packed_rows_the_loss_of_the_trajectories_alone(store) -> None:
+    params = model.init_params(MODEL, jax.random.key(0))
+    packed = alone = leaked = 0.0
+    weights = tokens = 0
+    examples = []
     with loader(store, columns=["advantage_t"]) as load:
         for step in load.epochs(1):
             rows = [[trajectory_example(x.trajectory, x.columns) for x in row] for row in step.rows]
+            examples += [example for row in rows for example in row]
             batch = pack_rows(rows, length=step.row_tokens)
-            target = np.asarray(to_predictor(batch.token_ids, batch.segment_ids))
-            weight = np.asarray(to_predictor(batch.loss_weight, batch.segment_ids), np.float64)
-            packed_total -= float((weight * logp[batch.token_ids, target]).sum())
-            packed_count += float(weight.sum())
+            model.check_rows(batch.segment_ids)
+            packed += float(summed_loss(params, batch))
+            weights += float(batch.loss_weight.sum())
             tokens += int((batch.segment_ids > 0).sum())
-            for example in (e for row in rows for e in row):
-                for t in range(1, example.token_ids.size):
-                    total -= (
-                        example.loss_weight_t[t]
-                        * logp[example.token_ids[t - 1], example.token_ids[t]]
-                    )
-                    count += example.loss_weight_t[t]
-                tokens -= example.token_ids.size
-    assert tokens == 0
-    assert packed_count == count > 0
-    assert packed_total == pytest.approx(total, rel=1e-6)
+            one = np.minimum(batch.segment_ids, 1)
+            leaked += float(summed_loss(params, dataclasses.replace(batch, segment_ids=one)))
+    assert tokens == sum(e.token_ids.size for e in examples)
+    assert weights == sum(e.loss_weight_t[1:].sum() for e in examples) > 0
+    # A row each, in batches of the same shape.
+    examples += [None] * (-len(examples) % len(batch.token_ids))
+    for start in range(0, len(examples), len(batch.token_ids)):
+        rows = [[e] if e else [] for e in examples[start : start + len(batch.token_ids)]]
+        alone += float(summed_loss(params, pack_rows(rows, length=step.row_tokens)))
+    assert packed == pytest.approx(alone, rel=1e-6)
+    # A model that saw across the edges would be found out.
+    assert abs(leaked - alone) > 1e-3 * alone
 
 
 @settings(max_examples=40, deadline=None)

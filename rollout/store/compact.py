@@ -1,9 +1,9 @@
-"""Compaction: move committed segments out of the database into sealed, sharded zarr3 arrays.
+"""Compaction: move committed segments out of the database into sealed zarr3 shards.
 
 A database of many commits keeps every value and every tree that it ever had. A compaction copies
-the arrays of all segments and columns into one sealed set (see `rollout.store.layout`), reads it
-back, and then points the segments' headers at it in one transaction. Only then are the data files
-deleted that no later version stands on. Writers and readers go on meanwhile:
+all segments and columns into one sealed set (see `rollout.store.layout`), reads it back, and then
+points the segments' headers at it in one transaction. Only then are the data files deleted that no
+later version stands on. Writers and readers go on meanwhile:
 
 - a writer's commits touch none of the keys that a compaction moves;
 - a reader of the newest version finds each segment in one place or in the other, at each version
@@ -36,6 +36,7 @@ import tensorstore as ts
 
 from rollout.errors import StoreError
 from rollout.store import layout
+from rollout.store.commit import commit, commit_lock
 from rollout.store.history import (
     COMPACTION_KEY,
     Compaction,
@@ -47,8 +48,6 @@ from rollout.store.history import (
 from rollout.store.location import (
     Location,
     base_spec,
-    collided,
-    commit_lock,
     describe,
     newest_version,
     open_base,
@@ -60,7 +59,6 @@ from rollout.store.reader import SegmentReader
 LEASE_KEY = "compactor"
 
 _LEASE_S = 120.0
-_ATTEMPTS = 64
 # Each pass moves every key that pins a data file; more than one is needed only while others write.
 _PASSES = 4
 
@@ -97,7 +95,7 @@ def compact(
       location: folder, URL or key-value store spec of an existing store.
       context: tensorstore context to share, for stores in memory.
       lease_s: seconds without a sign of life after which another compactor may take over.
-      progress: called with the elements of arrays written so far and in all.
+      progress: called with the tokens written so far and in all, those of columns included.
 
     Returns:
       What was done.
@@ -201,30 +199,39 @@ class _Compactor:
         if not moved and not columns:
             return 0, 0
         born = _Births(walk.born, record.born)
-        places = _Places(self._name, headers, moved, columns)
-        whole, done = sum(places.sizes.values()), 0
-        for array, pieces in self._arrays(reader, places):
-            self._write_array(array, places.sizes[array], pieces)
-            done += places.sizes[array]
+        places = _Places(headers, columns)
+        whole = sum(sum(headers[name].lengths) for name in moved) + sum(places.sizes.values())
+        done = 0
+
+        def wrote(tokens: int) -> None:
+            nonlocal done
+            done += tokens
             progress(done, whole)
+
+        sealed = self._write_trajectories(reader, moved, wrote)
+        for column, size in places.sizes.items():
+            names = [name for name, of in places.first if of == column]
+            pieces = (_end_to_end(reader.read_columns(name, column)) for name in names)
+            self._write_column(column, size, pieces)
+            wrote(size)
         changed = {
             name: replace(
                 headers[name],
                 layout_version=layout.LAYOUT_VERSION,
                 born=born.segment(name),
-                sealed=places.sealed(name, segment_digest(reader, name)),
+                sealed=sealed[name],
             )
             for name in moved
         }
         for name, column in columns:
             header = changed.get(name, headers[name])
-            sealed = layout.SealedColumn(
+            sealed_column = layout.SealedColumn(
                 set=self._name,
-                tokens=places.columns[name, column],
+                tokens=places.first[name, column],
                 sha256=column_digest(reader, name, column),
                 born=born.column(name, column),
             )
-            changed[name] = replace(header, columns={**header.columns, column: sealed})
+            changed[name] = replace(header, columns={**header.columns, column: sealed_column})
         self._check(reader, changed)
         gone = {layout.header_key(n) for n in moved}
         gone |= {layout.column_path(n, c) for n, c in columns}
@@ -234,33 +241,51 @@ class _Compactor:
         self._move(changed, moved, columns, started)
         return len(moved), len(columns)
 
-    def _arrays(
-        self, reader: SegmentReader, places: _Places
-    ) -> Iterator[tuple[str, Iterator[npt.NDArray[Any]]]]:
-        """Each array of the set, as the pieces to lay end to end."""
-        for array in places.sizes:
-            if array == "records":
-                yield array, (reader.read_records(name) for name in places.moved)
-            elif array.startswith("columns/"):
-                column = array.removeprefix("columns/")
-                names = [name for name, of in places.columns if of == column]
-                yield array, (_end_to_end(reader.read_columns(n, column)) for n in names)
-            else:
-                yield array, (_end_to_end(reader.read_tokens(n, array)) for n in places.moved)
+    def _write_trajectories(
+        self, reader: SegmentReader, moved: Sequence[str], wrote: Callable[[int], None]
+    ) -> dict[str, layout.Sealed]:
+        """Lay the trajectories of all segments end to end; where each segment then lies."""
+        sealed: dict[str, layout.Sealed] = {}
+        first = number = 0
+        waiting: list[bytes] = []
+        for name in moved:
+            values = reader.read_packed(name)
+            sealed[name] = layout.Sealed(self._name, first, segment_digest(reader, name))
+            first += len(values)
+            waiting += values
+            while len(waiting) >= layout.ENTRIES:
+                self._write_shard(number, waiting[: layout.ENTRIES])
+                number += 1
+                del waiting[: layout.ENTRIES]
+            wrote(sum(reader.header(name).lengths))
+        if waiting:
+            self._write_shard(number, waiting)
+        return sealed
 
-    def _write_array(self, array: str, size: int, pieces: Iterator[npt.NDArray[Any]]) -> None:
-        dtype = layout.array_dtype(array)
-        path = layout.sealed_path(self._name, array)
+    def _write_shard(self, number: int, values: Sequence[bytes]) -> None:
         with store_errors(self._location, "compacting the store"):
-            spec = layout.sealed_spec(self._base, path, size, dtype)
+            spec = layout.shard_spec(self._base, self._name, number)
+            shard = ts.KvStore.open(spec, context=self._context).result()
+            # In one transaction, for a shard written twice is a shard written anew.
+            with ts.Transaction() as transaction:
+                staged = shard.with_transaction(transaction)
+                for i, value in enumerate(values):
+                    _, key = layout.shard_entry(i)
+                    staged.write(key, value).result()
+        self._renew_lease()
+
+    def _write_column(self, column: str, size: int, pieces: Iterator[npt.NDArray[Any]]) -> None:
+        path = layout.sealed_path(self._name, f"columns/{column}")
+        with store_errors(self._location, "compacting the store"):
+            spec = layout.sealed_spec(self._base, path, size, np.float32)
             opened = ts.open(spec, create=True, context=self._context).result()
-            rest = np.zeros(0, dtype)
+            rest = np.zeros(0, np.float32)
             # Each write is a whole shard, for a shard written twice is a shard written anew.
             for start, stop in pairwise(layout.shard_edges(size)):
                 parts = [rest]
                 while sum(part.size for part in parts) < stop - start:
                     parts.append(next(pieces))
-                flat = np.concatenate(parts, dtype=dtype)
+                flat = np.concatenate(parts)
                 opened[start:stop].write(flat[: stop - start]).result()
                 rest = flat[stop - start :]
                 self._renew_lease()
@@ -287,7 +312,8 @@ class _Compactor:
                 # The same value, written anew: the old one may lie in a file that is to go.
                 new[layout.id_key(trajectory_id)] = f"{i}:{name}".encode()
         new[COMPACTION_KEY] = record.encode()
-        prefixes = [layout.tokens_path(name) for name in moved]
+        prefixes = [layout.trajectory_key(name) for name in moved]
+        prefixes += [layout.tokens_path(name) for name in moved]
         prefixes += [layout.records_path(name) for name in moved]
         prefixes += [layout.column_path(name, column) for name, column in columns]
         self._commit(new, prefixes)
@@ -375,28 +401,17 @@ class _Compactor:
 
     def _commit(self, new: dict[str, bytes], prefixes: Sequence[str]) -> None:
         """One transaction that also renews the lease, and fails if it was lost."""
-        with store_errors(self._location, "compacting the store"):
-            for attempt in range(_ATTEMPTS):
-                transaction = ts.Transaction(atomic=True)
-                staged = self._database.with_transaction(transaction)
-                try:
-                    for prefix in prefixes:
-                        end = f"{prefix[:-1]}0"
-                        staged.delete_range(ts.KvStore.KeyRange(prefix, end)).result()
-                    for pending in [staged.write(k, v) for k, v in new.items()]:
-                        pending.result()
-                    self._stage_lease(staged)
-                    with commit_lock(self._location):
-                        transaction.commit_sync()
-                except ValueError as error:
-                    transaction.abort()
-                    if not collided(error):
-                        raise
-                    time.sleep(0.002 * (attempt + 1))
-                else:
-                    self._renewed = time.monotonic()
-                    return
-        raise StoreError(f"compacting the store: gave up after {_ATTEMPTS} collisions with writers")
+
+        def stage(staged: Any) -> None:
+            for prefix in prefixes:
+                end = f"{prefix[:-1]}0"
+                staged.delete_range(ts.KvStore.KeyRange(prefix, end)).result()
+            for pending in [staged.write(k, v) for k, v in new.items()]:
+                pending.result()
+            self._stage_lease(staged)
+
+        commit(self._location, self._database, stage, action="compacting the store")
+        self._renewed = time.monotonic()
 
     def _stage_lease(self, staged: Any) -> None:
         """Renew the lease within a transaction; what it held before must hold at the commit."""
@@ -423,48 +438,32 @@ class _Births:
 
 
 class _Places:
-    """Where everything will lie in a new sealed set.
+    """Where columns will lie in a new sealed set.
 
     Attributes:
-      moved: segments in the order in which they lie.
-      columns: (segment, column) -> place of its first token in the column's array.
-      sizes: elements of each array of the set.
+      first: (segment, column) -> place of its first token in the column's array.
+      sizes: column -> tokens of its array.
     """
 
     def __init__(
-        self,
-        sealed_set: str,
-        headers: dict[str, layout.Header],
-        moved: Sequence[str],
-        columns: Sequence[tuple[str, str]],
+        self, headers: Mapping[str, layout.Header], columns: Sequence[tuple[str, str]]
     ) -> None:
-        self._set = sealed_set
-        self.moved = tuple(moved)
-        tokens = layout.bounds([sum(headers[name].lengths) for name in moved])
-        records = layout.bounds([sum(headers[name].record_bytes) for name in moved])
-        self._tokens = dict(zip(moved, tokens.tolist(), strict=False))
-        self._records = dict(zip(moved, records.tolist(), strict=False))
+        self.first: dict[tuple[str, str], int] = {}
         self.sizes: dict[str, int] = {}
-        if moved:
-            self.sizes = dict.fromkeys(layout.TOKEN_FIELDS, int(tokens[-1]))
-            self.sizes["records"] = int(records[-1])
-        self.columns: dict[tuple[str, str], int] = {}
         for name, column in columns:
-            array = f"columns/{column}"
-            self.columns[name, column] = self.sizes.get(array, 0)
-            self.sizes[array] = self.columns[name, column] + sum(headers[name].lengths)
-
-    def sealed(self, name: str, sha256: str) -> layout.Sealed:
-        return layout.Sealed(self._set, self._tokens[name], self._records[name], sha256)
+            self.first[name, column] = self.sizes.get(column, 0)
+            self.sizes[column] = self.first[name, column] + sum(headers[name].lengths)
 
 
 def segment_digest(reader: SegmentReader, segment: str) -> str:
     """SHA-256 of a segment's token arrays, in the order of `TOKEN_FIELDS`, and its records."""
     digest = hashlib.sha256()
+    parts = reader.read_parts(segment)
     for name in layout.TOKEN_FIELDS:
-        for array in reader.read_tokens(segment, name):
-            digest.update(array.data)
-    digest.update(reader.read_records(segment).data)
+        for _, arrays in parts:
+            digest.update(arrays[name].data)
+    for record, _ in parts:
+        digest.update(record)
     return digest.hexdigest()
 
 
@@ -501,9 +500,8 @@ def sealed_problem(reader: SegmentReader, segment: str, *, only: str | None = No
     return None
 
 
-def _end_to_end(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    # The smallest dtype, which takes that of whatever it is joined with.
-    return np.concatenate(arrays) if arrays else np.zeros(0, np.bool_)
+def _end_to_end(columns: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+    return np.concatenate([np.zeros(0, np.float32), *columns])
 
 
 def _lost() -> StoreError:

@@ -3,23 +3,24 @@
 Keys of the database (`name` is the segment's name, percent-encoded to hold no slash):
 
   headers/<name>                 JSON: versions, ids, tokens and record bytes of each, and where
-                                 a compaction put the arrays
-  tokens/<name>/<field>/         zarr3 array, the field of all trajectories end to end
-  records/<name>/                zarr3 array of bytes, the JSON of all trajectories end to end
+                                 a compaction put the trajectories
+  trajectories/<name>/<place>    a trajectory as `rollout.store.codec` writes it
   columns/<name>/<column>/       zarr3 array [tokens] float32, added later
   ids/<trajectory id>            "<place>:<segment>", where the trajectory lies
   quarantine/<id>/<digest>       what the door refused
   compaction, compactor          what compactions did, and who may do the next
 
-Arrays of the database are chunked at 65,536 elements and compressed with zstd at level 1. A
-compaction moves them out of the database, beside it, into sealed sets of sharded zarr3 arrays in
-which many segments lie end to end:
+Columns of the database are chunked at 65,536 elements and compressed with zstd at level 1. A
+compaction moves everything out of the database, beside it, into sealed sets:
 
-  sealed/<set>/<field>/          as tokens/<name>/<field>/
-  sealed/<set>/records/          as records/<name>/
-  sealed/<set>/columns/<column>/ as columns/<name>/<column>/
+  sealed/<set>/trajectories/<n>      shards of zarr3's indexed format, an entry a trajectory, as
+                                     many as 256 a shard
+  sealed/<set>/columns/<column>/     sharded zarr3 array, the columns of many segments end to end
 
-Layout 1 had neither sealed sets nor checksums, and left out chunks of zeros; it is still read.
+Older layouts are still read, and become this one when they are compacted. In layout 2 the token
+arrays and the records of a segment were zarr3 arrays, `tokens/<name>/<field>/` and
+`records/<name>/`, or after a compaction `sealed/<set>/<field>/` and `sealed/<set>/records/`, which
+stay as they are. Layout 1 had neither sealed sets nor checksums, and left out chunks of zeros.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,12 +49,22 @@ TOKEN_FIELDS: Mapping[str, np.dtype[Any]] = {
     "weight_version_t": np.dtype(np.int32),
 }
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
+PACKED_SINCE = 3
+"""First layout in which a trajectory is one value."""
+
+ENTRIES = 256
+"""Trajectories of a shard."""
+
 SEALED = "sealed/"
 
 _CHUNK = 65536
 _SEALED_CHUNK = 16384
 _SHARD = 256 * _SEALED_CHUNK
+_INDEX_CODECS = (
+    {"name": "bytes", "configuration": {"endian": "little"}},
+    {"name": "crc32c"},
+)
 _SEGMENT_NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 _COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _RECORD_FIELDS = tuple(
@@ -64,7 +76,22 @@ _RECORD_FIELDS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """Where the arrays of a segment lie after a compaction.
+    """Where the trajectories of a segment lie after a compaction.
+
+    Attributes:
+      set: name of the sealed set.
+      first: place of the segment's first trajectory in the set.
+      sha256: of the token arrays in the order of `TOKEN_FIELDS`, then the records.
+    """
+
+    set: str
+    first: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class SealedArrays:
+    """Where the arrays of a segment of layout 2 lie after a compaction.
 
     Attributes:
       set: name of the sealed set.
@@ -97,9 +124,9 @@ class Header:
       lengths: tokens of each trajectory.
       record_bytes: bytes of each trajectory's JSON.
       schema_version: of the records.
-      layout_version: of the arrays.
+      layout_version: of the trajectories.
       born: first version of the store that has the segment; None before its compaction.
-      sealed: where the arrays lie; None while they lie in the database.
+      sealed: where the trajectories lie; None while they lie in the database.
       columns: the columns that a compaction sealed.
     """
 
@@ -109,7 +136,7 @@ class Header:
     schema_version: int = SCHEMA_VERSION
     layout_version: int = LAYOUT_VERSION
     born: int | None = None
-    sealed: Sealed | None = None
+    sealed: Sealed | SealedArrays | None = None
     columns: Mapping[str, SealedColumn] = field(default_factory=dict)
 
 
@@ -137,13 +164,18 @@ def header_key(segment: str) -> str:
     return f"headers/{segment_key(segment)}"
 
 
+def trajectory_key(segment: str, place: int | None = None) -> str:
+    """Key of one trajectory of the segment, or what the keys of all of them begin with."""
+    return f"trajectories/{segment_key(segment)}/{'' if place is None else place}"
+
+
 def tokens_path(segment: str, name: str = "") -> str:
-    """Path of one token array of the segment, or of all of them."""
+    """Path of one token array of a segment of layout 2, or of all of them."""
     return f"tokens/{segment_key(segment)}/{f'{name}/' if name else ''}"
 
 
 def records_path(segment: str) -> str:
-    """Path of the segment's records."""
+    """Path of the records of a segment of layout 2."""
     return f"records/{segment_key(segment)}/"
 
 
@@ -191,6 +223,24 @@ def array_spec(kvstore: Any, path: str, *, zeros: bool = False) -> dict[str, Any
     return {"driver": "zarr3", "kvstore": spec, "fill_missing_data_reads": zeros}
 
 
+def shard_spec(kvstore: Any, sealed_set: str, number: int) -> dict[str, Any]:
+    """Spec of a shard as a key-value store of `ENTRIES` trajectories."""
+    base = kvstore.spec().to_json()
+    base["path"] = f"{base.get('path', '')}{sealed_path(sealed_set, 'trajectories')}{number}"
+    return {
+        "driver": "zarr3_sharding_indexed",
+        "base": base,
+        "grid_shape": [ENTRIES],
+        "index_codecs": list(_INDEX_CODECS),
+    }
+
+
+def shard_entry(place: int) -> tuple[int, bytes]:
+    """Shard of the trajectory at a place of a sealed set, and its key there."""
+    number, entry = divmod(place, ENTRIES)
+    return number, struct.pack(">I", entry)
+
+
 def sealed_spec(kvstore: Any, path: str, size: int, dtype: npt.DTypeLike) -> dict[str, Any]:
     """Spec of a new array of a sealed set: small chunks to read, few large files to keep."""
     spec = array_spec(kvstore, path)
@@ -202,17 +252,10 @@ def sealed_spec(kvstore: Any, path: str, size: int, dtype: npt.DTypeLike) -> dic
         "configuration": {
             "chunk_shape": [inner],
             "codecs": _codecs(np.dtype(dtype)),
-            "index_codecs": [_raw(np.dtype(np.uint64)), {"name": "crc32c"}],
+            "index_codecs": list(_INDEX_CODECS),
         },
     }
     return spec | _metadata(size, np.dtype(dtype), shard, [codec])
-
-
-def array_dtype(array: str) -> np.dtype[Any]:
-    """Dtype of an array of a sealed set: a token field, "records", or "columns/<column>"."""
-    if array == "records":
-        return np.dtype(np.uint8)
-    return TOKEN_FIELDS.get(array, np.dtype(np.float32))
 
 
 def shard_edges(size: int) -> list[int]:
@@ -296,7 +339,9 @@ def decode_header(data: bytes, segment: str) -> Header:
                 f"segment {segment} has {name} version {version}; this trsi-jax reads up to "
                 f"{known}: install a newer one"
             )
-    sealed = fields.get("sealed")
+    sealed: Sealed | SealedArrays | None = None
+    if (place := fields.get("sealed")) is not None:
+        sealed = Sealed(**place) if "first" in place else SealedArrays(**place)
     return Header(
         ids=tuple(fields["ids"]),
         lengths=tuple(fields["lengths"]),
@@ -304,7 +349,7 @@ def decode_header(data: bytes, segment: str) -> Header:
         schema_version=fields["schema_version"],
         layout_version=layout_version,
         born=fields.get("born"),
-        sealed=None if sealed is None else Sealed(**sealed),
+        sealed=sealed,
         columns={k: SealedColumn(**v) for k, v in fields.get("columns", {}).items()},
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +19,7 @@ the JSON spec of a tensorstore key-value store."""
 # of 1,000 a commit took 19 ms against 110 ms with the default of 8 MiB.
 _OCDBT_CONFIG = {"max_decoded_node_bytes": 65536}
 
-_MANIFEST = "manifest.ocdbt"
-_LOCK = "commit.lock"
+MANIFEST = "manifest.ocdbt"
 _NO_SPACE = ("No space left", "RESOURCE_EXHAUSTED", "ENOSPC", "Disk quota exceeded")
 _NO_PERMISSION = ("PERMISSION_DENIED", "Permission denied", "Read-only file system", "EROFS")
 
@@ -86,41 +84,10 @@ def newest_version(location: Location, *, context: Any = None, base: Any = None)
 def read_manifest(location: Location, base: Any) -> dict[str, Any] | None:
     """The database's list of versions as tensorstore shows it; None where there is no database."""
     with store_errors(location, "reading the store's versions"):
-        if base.read(_MANIFEST).result().state != "value":
+        if base.read(MANIFEST).result().state != "value":
             return None
         manifest: dict[str, Any] = ts.ocdbt.dump(base).result()
     return manifest
-
-
-def collided(error: ValueError) -> bool:
-    """Whether a transaction failed because another commit came first."""
-    return any(mark in str(error) for mark in ("ABORTED", "ALREADY_EXISTS", "Generation mismatch"))
-
-
-@contextmanager
-def commit_lock(location: Location) -> Iterator[None]:
-    """Hold off the other writers of a local store while one commits; elsewhere do nothing.
-
-    tensorstore writes the manifest into a file "manifest.ocdbt.__lock" and renames it, under a
-    lock that dies with its holder. What a killed writer had written there stays, and the next
-    writer of a shorter manifest does not cut it off: the manifest is then torn and the store lost
-    (seen with tensorstore 0.1.86). So every commit takes this lock first, under which nobody
-    writes a manifest and what is left of one can go. Object stores put objects whole.
-
-    Raises:
-      OSError: for a missing permission.
-    """
-    base = base_spec(location)
-    if base["driver"] != "file":
-        yield
-        return
-    folder = Path(base["path"])
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOCK).open("wb") as file:
-        # Closing the file, by this program or by the system that kills it, gives the lock back.
-        fcntl.flock(file, fcntl.LOCK_EX)
-        (folder / f"{_MANIFEST}.__lock").unlink(missing_ok=True)
-        yield
 
 
 @contextmanager

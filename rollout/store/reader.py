@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ import tensorstore as ts
 
 from rollout.errors import StoreError
 from rollout.records import Trajectory
-from rollout.store import layout
+from rollout.store import codec, layout
 from rollout.store.history import COMPACTION_KEY, Compaction, decode_compaction
 from rollout.store.location import (
     Location,
@@ -31,6 +31,24 @@ _CACHE_BYTES = 64 * 1024 * 1024
 _ATTEMPTS = 16
 
 T = TypeVar("T")
+
+Part = tuple[bytes, dict[str, npt.NDArray[Any]]]
+"""The record of a trajectory, JSON, and its token arrays by name."""
+
+
+def read_context(cache_bytes: int = _CACHE_BYTES) -> Any:
+    """A tensorstore context for reading.
+
+    What is read lies in memory mostly, where more threads than one cost more than they give.
+    """
+    one = {"limit": 1}
+    return ts.Context(
+        {
+            "cache_pool": {"total_bytes_limit": cache_bytes},
+            "file_io_concurrency": one,
+            "data_copy_concurrency": one,
+        }
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +82,7 @@ class SegmentReader:
         """A reader of the newest commit, or of the commit with generation number `version`."""
         self._location = location
         self._version = version
-        self._context = context or ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+        self._context = context or read_context()
         self._base = open_base(location, context=self._context)
         self._view: _View | None = None
 
@@ -128,9 +146,13 @@ class SegmentReader:
         """One token array of every trajectory of a segment."""
         return self._reading(lambda view: view.read_tokens(segment, field))
 
-    def read_records(self, segment: str) -> npt.NDArray[np.uint8]:
-        """The records of a segment as stored: JSON, end to end."""
-        return self._reading(lambda view: view.read_records(segment))
+    def read_parts(self, segment: str) -> tuple[Part, ...]:
+        """The record of every trajectory of a segment as stored, and its token arrays."""
+        return self._reading(lambda view: view.read_parts(segment))
+
+    def read_packed(self, segment: str) -> tuple[bytes, ...]:
+        """Every trajectory of a segment as one value each (`rollout.store.codec`)."""
+        return self._reading(lambda view: view.read_packed(segment))
 
     def columns(self, segment: str) -> tuple[str, ...]:
         """Names of the columns beside a segment, sorted."""
@@ -227,7 +249,9 @@ class _View:
         self.compaction = compaction
         self._database = open_database(self._location, version=version, context=self._context)
         self._headers: dict[str, layout.Header] = {}
+        self._places: dict[str, tuple[str, int]] = {}
         self._arrays: dict[str, Any] = {}
+        self._shards: dict[tuple[str, int], Any] = {}
 
     def segments(self) -> tuple[str, ...]:
         names = sorted(layout.segment_name(k) for k in self._names("headers/"))
@@ -270,24 +294,35 @@ class _View:
         return None if self.find_header(segment) is None else (segment, int(index))
 
     def place(self, trajectory_id: str) -> tuple[str, int]:
-        place = self.find(trajectory_id)
-        if place is None:
-            raise StoreError(f"no trajectory {trajectory_id!r} in {describe(self._location)}")
-        return place
+        if trajectory_id not in self._places:
+            place = self.find(trajectory_id)
+            if place is None:
+                raise StoreError(f"no trajectory {trajectory_id!r} in {describe(self._location)}")
+            # Who reads one trajectory of a segment will read others of it.
+            ids = self.header(place[0]).ids
+            self._places |= {other: (place[0], i) for i, other in enumerate(ids)}
+        return self._places[trajectory_id]
 
     def read(self, segment: str, start: int, stop: int) -> tuple[Trajectory, ...]:
-        header = self.header(segment)
-        return _trajectories(header, start, stop, self._slices(self._spans(segment, start, stop)))
+        schema = self.header(segment).schema_version
+        parts = self._parts([(segment, i) for i in range(start, stop)])
+        return tuple(layout.decode_trajectory(*part, schema) for part in parts)
+
+    def read_parts(self, segment: str) -> tuple[Part, ...]:
+        return tuple(self._parts(self._places_of(segment)))
+
+    def read_packed(self, segment: str) -> tuple[bytes, ...]:
+        if self._is_packed(segment):
+            return tuple(self._packed(self._places_of(segment)))
+        return tuple(codec.encode(*part) for part in self.read_parts(segment))
 
     def read_tokens(self, segment: str, field: str) -> tuple[npt.NDArray[Any], ...]:
+        if self._is_packed(segment):
+            return tuple(arrays[field] for _, arrays in self.read_parts(segment))
         header = self.header(segment)
         spans = self._spans(segment, 0, len(header.ids))
         (flat,) = self._slices([spans[list(layout.TOKEN_FIELDS).index(field)]])
         return _split(flat, layout.bounds(header.lengths))
-
-    def read_records(self, segment: str) -> npt.NDArray[np.uint8]:
-        (flat,) = self._slices(self._spans(segment, 0, len(self.header(segment).ids))[-1:])
-        return flat
 
     def columns(self, segment: str) -> tuple[str, ...]:
         header = self.find_header(segment)
@@ -313,19 +348,20 @@ class _View:
     def get_many(
         self, places: Mapping[str, tuple[str, int]], columns: tuple[str, ...]
     ) -> dict[str, tuple[Trajectory, dict[str, npt.NDArray[np.float32]]]]:
+        parts = self._parts(list(places.values()))
         spans = []
         for segment, index in places.values():
-            spans += self._spans(segment, index, index + 1)
-            for name in columns:
-                self._check_column(segment, name)
-                spans.append(self._column_span(segment, name, *self._span(segment, index)))
-        arrays = iter(self._slices(spans))
-        found = {}
-        for name, (segment, index) in places.items():
-            of_one = [next(arrays) for _ in range(len(layout.TOKEN_FIELDS) + 1)]
-            (trajectory,) = _trajectories(self.header(segment), index, index + 1, of_one)
-            found[name] = (trajectory, {column: next(arrays) for column in columns})
-        return found
+            for column in columns:
+                self._check_column(segment, column)
+                spans.append(self._column_span(segment, column, *self._span(segment, index)))
+        values = iter(self._slices(spans))
+        return {
+            name: (
+                layout.decode_trajectory(*part, self.header(segment).schema_version),
+                {column: next(values) for column in columns},
+            )
+            for (name, (segment, _)), part in zip(places.items(), parts, strict=True)
+        }
 
     def quarantined(self) -> tuple[Quarantined, ...]:
         found = []
@@ -388,12 +424,71 @@ class _View:
         offset = layout.bounds(self.header(segment).lengths)
         return int(offset[index]), int(offset[index + 1])
 
+    def _is_packed(self, segment: str) -> bool:
+        return self.header(segment).layout_version >= layout.PACKED_SINCE
+
+    def _places_of(self, segment: str) -> list[tuple[str, int]]:
+        return [(segment, i) for i in range(len(self.header(segment).ids))]
+
+    def _parts(self, places: Sequence[tuple[str, int]]) -> list[Part]:
+        """Trajectories of any layout by segment and place there, read at once."""
+        packed = [place for place in places if self._is_packed(place[0])]
+        values = iter(self._packed(packed))
+        spans = [
+            span
+            for segment, i in places
+            if not self._is_packed(segment)
+            for span in self._spans(segment, i, i + 1)
+        ]
+        arrays = iter(self._slices(spans))
+        parts: list[Part] = []
+        for segment, i in places:
+            if self._is_packed(segment):
+                parts.append(self._decoded(segment, i, next(values)))
+                continue
+            fields = {name: next(arrays) for name in layout.TOKEN_FIELDS}
+            parts.append((next(arrays).tobytes(), fields))
+        return parts
+
+    def _decoded(self, segment: str, i: int, value: bytes) -> Part:
+        try:
+            return codec.decode(value)
+        except ValueError as error:
+            raise StoreError(
+                f"reading the store: trajectory {self.header(segment).ids[i]} of segment "
+                f"{segment}: {error}"
+            ) from None
+
+    def _packed(self, places: Sequence[tuple[str, int]]) -> list[bytes]:
+        """The values of trajectories by segment and place there, read at once."""
+        with store_errors(self._location, "reading the store"):
+            pending = []
+            for segment, i in places:
+                sealed = self.header(segment).sealed
+                if isinstance(sealed, layout.Sealed):
+                    number, key = layout.shard_entry(sealed.first + i)
+                    pending.append(self._shard(sealed.set, number).read(key))
+                else:
+                    pending.append(self._database.read(layout.trajectory_key(segment, i)))
+            values = [future.result().value for future in pending]
+            for (segment, i), value in zip(places, values, strict=True):
+                # tensorstore reads a value whose file is gone as empty, or as no value.
+                if not value:
+                    raise ValueError(f"trajectory {i} of segment {segment} is missing")
+        return values
+
+    def _shard(self, sealed_set: str, number: int) -> Any:
+        if (sealed_set, number) not in self._shards:
+            spec = layout.shard_spec(self._base, sealed_set, number)
+            self._shards[sealed_set, number] = ts.KvStore.open(spec, context=self._context).result()
+        return self._shards[sealed_set, number]
+
     def _spans(self, segment: str, start: int, stop: int) -> list[_Slice]:
-        """Where the token arrays of trajectories [start, stop) lie, then their records."""
+        """Where arrays of layout 1 or 2 lie, of trajectories [start, stop); the records last."""
         header = self.header(segment)
         tokens = layout.bounds(header.lengths)
         records = layout.bounds(header.record_bytes)
-        sealed = header.sealed
+        sealed = header.sealed if isinstance(header.sealed, layout.SealedArrays) else None
         token_base, record_base = (sealed.tokens, sealed.records) if sealed else (0, 0)
         first, last = token_base + int(tokens[start]), token_base + int(tokens[stop])
         spans = [
@@ -445,13 +540,15 @@ class _View:
         )
 
     def _leaves_out_zeros(self, path: str) -> bool:
-        """Whether an array of layout 1 lacks chunks because they hold zeros.
+        """Whether an array of layout 1, which has no checksums, lacks chunks that hold zeros.
 
         A chunk that the version lists and whose file is gone is a hole, and no such chunk.
         """
         names = self._names(path)
         values = self._values(f"{path}{name}" for name in names)
         metadata = json.loads(values[names.index("zarr.json")] or b"{}")
+        if any(step["name"] == "crc32c" for step in metadata["codecs"]):
+            return False
         size = int(metadata["shape"][0])
         chunk = int(metadata["chunk_grid"]["configuration"]["chunk_shape"][0])
         return len(names) - 1 < -(-size // chunk)
@@ -465,23 +562,6 @@ class _Slice:
     start: int
     stop: int
     layout_version: int = layout.LAYOUT_VERSION
-
-
-def _trajectories(
-    header: layout.Header, start: int, stop: int, arrays: list[npt.NDArray[Any]]
-) -> tuple[Trajectory, ...]:
-    tokens = layout.bounds(header.lengths)[start : stop + 1]
-    records = layout.bounds(header.record_bytes)[start : stop + 1]
-    *flat, text = arrays
-    fields = [_split(array, tokens - tokens[0]) for array in flat]
-    return tuple(
-        layout.decode_trajectory(
-            record.tobytes(),
-            dict(zip(layout.TOKEN_FIELDS, of_one, strict=True)),
-            header.schema_version,
-        )
-        for record, *of_one in zip(_split(text, records - records[0]), *fields, strict=True)
-    )
 
 
 def _split(flat: npt.NDArray[Any], offset: npt.NDArray[np.int64]) -> tuple[npt.NDArray[Any], ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,20 +14,12 @@ import tensorstore as ts
 
 from rollout.errors import ContractViolation, StoreError
 from rollout.records import Trajectory
-from rollout.store import layout
+from rollout.store import codec, layout
+from rollout.store.commit import commit, commit_lock
 from rollout.store.contract import column_violation, redacted, violations
-from rollout.store.location import (
-    Location,
-    collided,
-    commit_lock,
-    open_base,
-    open_database,
-    store_errors,
-)
+from rollout.store.location import Location, open_base, open_database, store_errors
 from rollout.store.reader import SegmentReader
 
-# Writers of disjoint keys rarely collide; each round of a collision commits at least one of them.
-_ATTEMPTS = 64
 _PROBE = "probe"
 
 
@@ -83,14 +74,10 @@ class SegmentWriter:
             lengths=tuple(t.token_ids.size for t in trajectories),
             record_bytes=tuple(len(r) for r in records),
         )
-        arrays = {
-            layout.tokens_path(segment, name): _joined(
-                [getattr(t, name) for t in trajectories], dtype
-            )
-            for name, dtype in layout.TOKEN_FIELDS.items()
-        }
-        arrays[layout.records_path(segment)] = np.frombuffer(b"".join(records), np.uint8)
         keys = {layout.header_key(segment): layout.encode_header(header)}
+        for i, (trajectory, record) in enumerate(zip(trajectories, records, strict=True)):
+            arrays = {field: getattr(trajectory, field) for field in layout.TOKEN_FIELDS}
+            keys[layout.trajectory_key(segment, i)] = codec.encode(record, arrays)
         for i, name in enumerate(header.ids):
             keys[layout.id_key(name)] = f"{i}:{segment}".encode()
 
@@ -106,7 +93,7 @@ class SegmentWriter:
                     )
             return self._reader.has(segment)
 
-        self._commit(f"writing segment {segment}", keys, arrays, settled)
+        self._commit(f"writing segment {segment}", keys, settled)
 
     def write_columns(
         self, segment: str, name: str, columns: Sequence[npt.NDArray[np.float32]]
@@ -141,48 +128,27 @@ class SegmentWriter:
                 raise ContractViolation(trajectory_id, problem)
         self._commit(
             f"writing column {name} of segment {segment}",
-            {},
-            {path: _joined(columns, np.dtype(np.float32))},
+            layout.encode_arrays({path: _joined(columns)}),
             lambda: name in self._reader.columns(segment),
         )
 
-    def _commit(
-        self,
-        action: str,
-        keys: dict[str, bytes],
-        arrays: dict[str, npt.NDArray[Any]],
-        settled: Callable[[], bool],
-    ) -> None:
-        """Write new keys and new arrays in one transaction, or nothing.
+    def _commit(self, action: str, keys: dict[str, bytes], settled: Callable[[], bool]) -> None:
+        """Write new keys in one transaction, or nothing.
 
         Args:
           action: what is being done, for errors.
-          keys: values of single keys.
-          arrays: new arrays by path.
+          keys: keys that must not exist, and their values.
           settled: asked after a collision; whether somebody else wrote the same thing.
         """
         with store_errors(self._location, action):
-            new = keys | layout.encode_arrays(arrays)
             self._probe()
             absent = self._absent_generation()
-            for attempt in range(_ATTEMPTS):
-                transaction = ts.Transaction(atomic=True)
-                try:
-                    staged = self._database.with_transaction(transaction)
-                    for pending in [staged.write(k, v, if_equal=absent) for k, v in new.items()]:
-                        pending.result()
-                    with commit_lock(self._location):
-                        transaction.commit_sync()
-                except ValueError as error:
-                    transaction.abort()
-                    if not collided(error):
-                        raise
-                    if settled():
-                        return
-                    time.sleep(0.002 * (attempt + 1))
-                else:
-                    return
-        raise StoreError(f"{action}: gave up after {_ATTEMPTS} collisions with other writers")
+
+        def stage(staged: Any) -> None:
+            for pending in [staged.write(k, v, if_equal=absent) for k, v in keys.items()]:
+                pending.result()
+
+        commit(self._location, self._database, stage, action=action, settled=settled)
 
     def _probe(self) -> None:
         """See that a new store can be written at all.
@@ -227,5 +193,5 @@ class SegmentWriter:
                 self._database.write(key, buffer.getvalue()).result()
 
 
-def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype)
+def _joined(columns: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+    return np.concatenate([np.zeros(0, np.float32), *columns], dtype=np.float32)

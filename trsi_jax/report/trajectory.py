@@ -20,9 +20,14 @@ TokenText = Callable[[int], str]
 _SHOWN_COLUMNS = {"value_t": "value", "advantage_t": "advantage", "return_t": "return"}
 
 
+def visible_text(text: str) -> str:
+    """Text of a sandbox, safe to show: control characters and odd bytes are shown, not obeyed."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
 def visible(text: str) -> Text:
-    """Text of a sandbox, safe to print: control characters are shown, not obeyed."""
-    return Text("".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text))
+    """`visible_text`, without markup."""
+    return Text(visible_text(text))
 
 
 def trajectory_view(

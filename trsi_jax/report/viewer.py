@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from rollout.records import Trajectory
 from trsi_jax.report.charts import PALETTE
-from trsi_jax.report.trajectory import TokenText
+from trsi_jax.report.trajectory import TokenText, visible_text
 
 TEMPLATE = "trajectory.html.j2"
 
@@ -47,6 +47,7 @@ def render(
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["visible"] = visible_text
     source = importlib.resources.files(__package__).joinpath("templates", TEMPLATE).read_text()
     verdict = trajectory.verdict
     return environment.from_string(source).render(
@@ -64,11 +65,6 @@ def render(
         data=_data(trajectory, columns, token_text),
         palette=PALETTE,
     )
-
-
-def visible_text(text: str) -> str:
-    """Text of a sandbox for a page: control characters and odd bytes are shown, not obeyed."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def _outcome(trajectory: Trajectory) -> str:

@@ -22,7 +22,7 @@ from rollout.protocols import SandboxBackend, WeightSnapshot
 from rollout.records import TIERS, Task, Trajectory
 from rollout.store.reader import SegmentReader
 from rollout.store.segments import SegmentWriter
-from rollout.tasks.verifier import verify
+from rollout.tasks.harbor.protocol import verify_task
 from trsi_jax import model, prng
 from trsi_jax.config import Config
 from trsi_jax.engine import JaxEngine
@@ -175,7 +175,7 @@ class Context:
                     engine=self.engine,
                     backend=self.backend,
                     chat=self.chat,
-                    verify=verify,
+                    verify=verify_task,
                     run_seed=self.config.seed,
                     limits=self.limits(),
                     wave=self.config.engine.sessions,

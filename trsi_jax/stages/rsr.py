@@ -19,7 +19,7 @@ from rollout.records import Task, Trajectory
 from rollout.rewrite.audit import RuleReviewer
 from rollout.rewrite.planner import RulePlanner
 from rollout.rewrite.replay import rewrite
-from rollout.tasks.verifier import verify
+from rollout.tasks.harbor.protocol import verify_task
 from trsi_jax import batch, optim, prng, state
 from trsi_jax.config import RsrStage
 from trsi_jax.stages.context import Context, success_rate
@@ -87,7 +87,7 @@ def _rewrite(
                 reviewer=RuleReviewer(),
                 backend=context.backend,
                 chat=context.chat,
-                verify=verify,
+                verify=verify_task,
                 run_seed=context.config.seed,
                 stage=stage.name,
                 per_task=stage.runbooks_per_task,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -138,8 +138,3 @@ class World:
         """A new file is to hold these lines: one check that it is there, one of what it says."""
         self.goal(f"made-{path}", "file", path)
         self.goal(f"right-{path}", "lines", path, "".join(f"{line}\n" for line in lines))
-
-
-def fill(templates: Sequence[str], rng: random.Random, arguments: Mapping[str, str]) -> str:
-    """One of the templates, filled."""
-    return rng.choice(templates).format_map(arguments)

@@ -159,11 +159,6 @@ class Verifier(Network):
             raise ValueError('environment_mode = "shared" has no [verifier.environment]')
         return self
 
-    @property
-    def separate(self) -> bool:
-        """Whether the verifier sees the declared artifacts alone."""
-        return self.environment_mode == "separate" or self.environment is not None
-
 
 class Solution(Table):
     """The reference solution."""

@@ -34,7 +34,7 @@ from rollout.errors import (
     VerifierTimeout,
 )
 from rollout.protocols import ExecResult, Sandbox, SandboxBackend, SandboxSpec
-from rollout.records import Check, Entry, FileTree, Verdict
+from rollout.records import Check, Entry, FileTree, Task, Verdict
 from rollout.tasks import predicates
 from rollout.tasks.harbor.config import Artifact
 from rollout.tasks.harbor.reward import (
@@ -475,3 +475,13 @@ async def verify_checks(
     kept, _ = carry_over(tree, spec.workdir)
     runs = predicates.runs_of(c.predicate for c in checks if c.predicate)
     return judge(checks, tree, await run_commands(runs, kept, backend, spec))
+
+
+async def verify_task(task: Task, tree: FileTree, backend: SandboxBackend) -> Verdict:
+    """The verdict on the working directory that an attempt at a generated task left behind.
+
+    Raises:
+      VerifierError: a malformed manifest or snapshot; the attempt is masked, never scored 0.
+      SandboxError: a fault of the sandbox that a check's command runs in.
+    """
+    return await verify_checks(task.checks, tree, backend)

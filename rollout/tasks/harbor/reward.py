@@ -260,11 +260,13 @@ def _ctrf(data: bytes) -> dict[str, list[bool]]:
 
 
 def _junit(name: str, data: bytes) -> dict[str, list[bool]]:
-    # No document type is needed, and without one there are no entities to blow up.
-    if b"<!DOCTYPE" in data or b"<!ENTITY" in data:
-        raise RewardInvalid(f"{name}: has a document type")
     try:
-        root = ElementTree.fromstring(data)
+        # In an encoding of its own choice a document could hide what is looked for.
+        text = data.decode("utf-8-sig")
+        # No document type is needed, and without one there are no entities to blow up.
+        if "<!DOCTYPE" in text or "<!ENTITY" in text:
+            raise RewardInvalid(f"{name}: has a document type")
+        root = ElementTree.fromstring(text)
     except (ElementTree.ParseError, ValueError) as error:
         raise RewardInvalid(f"{name}: {error}") from None
     found: dict[str, list[bool]] = {}

@@ -155,9 +155,7 @@ def _refused(task: HarborTask, offline: bool) -> Iterator[str]:
         if verifier.collect:
             yield f"{name}.collect"
         if verifier.environment is not None:
-            yield from _environment_refused(f"{name}.environment", verifier.environment)
-            if verifier.environment.docker_image:
-                yield f"{name}.environment.docker_image = {verifier.environment.docker_image!r}"
+            yield from _own_environment(name, verifier.environment, config.environment)
     network = config.environment.network
     if network in ("public", "allowlist"):
         yield f"environment.network_mode = {network!r}"
@@ -170,6 +168,8 @@ def _refused(task: HarborTask, offline: bool) -> Iterator[str]:
     for artifact in [*config.artifacts, *(a for s in config.steps for a in s.artifacts)]:
         if not isinstance(artifact, str) and artifact.service:
             yield f"artifacts.service = {artifact.service!r}"
+        if not isinstance(artifact, str) and artifact.exclude:
+            yield f"artifacts.exclude = {list(artifact.exclude)!r}"
     for step_ in task.steps:
         yield from _fetching(task, step_)
 
@@ -189,6 +189,15 @@ def _environment_refused(name: str, environment: Environment) -> Iterator[str]:
     for key in ("tpu", "mcp_servers", "skills_dir", "healthcheck"):
         if getattr(environment, key):
             yield f"{name}.{key}"
+
+
+def _own_environment(name: str, own: Environment, task: Environment) -> Iterator[str]:
+    """What of a verifier's environment is not that of the task, in which it runs here."""
+    for key in sorted(own.model_fields_set):
+        value = getattr(own, key)
+        offline = (key, value) in (("network_mode", "no-network"), ("allow_internet", False))
+        if value != getattr(task, key) and not offline and key != "build_timeout_sec":
+            yield f"{name}.environment.{key} = {value!r}"
 
 
 def _fetching(task: HarborTask, step: Step) -> Iterator[str]:
