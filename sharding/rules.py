@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding.mesh import AXES
@@ -102,7 +102,9 @@ def axes_of(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def shardings(mesh: Mesh, tree_of_specs: Any, *, memory_kind: str | None = None) -> Any:
+def shardings(
+    mesh: Mesh | AbstractMesh, tree_of_specs: Any, *, memory_kind: str | None = None
+) -> Any:
     """A NamedSharding for every spec of a tree."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec, memory_kind=memory_kind),

@@ -295,7 +295,12 @@ def _cross_entropy(
         return _loss_chunk(hidden, kernel, target, weight, inverse, name)
     n = math.ceil(length / chunk)
     parts = [_split(x, axis, chunk, n) for x in (hidden, target, weight, inverse)]
-    return jnp.sum(jax.lax.map(lambda p: _loss_chunk(p[0], kernel, *p[1:], name), parts))
+
+    def one(part: list[jax.Array]) -> jax.Array:
+        hidden, target, weight, inverse = part
+        return _loss_chunk(hidden, kernel, target, weight, inverse, name)
+
+    return jnp.sum(jax.lax.map(one, parts))
 
 
 def _cross_entropy_fwd(

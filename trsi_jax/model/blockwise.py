@@ -218,9 +218,12 @@ def _backward(
         ), None
 
     everything = (*residuals, cotangent)
-    zeros = tuple(vary_like(jnp.zeros(x.shape, accum), *everything) for x in (query, key, value))
+
+    def zeros(like: jax.Array) -> jax.Array:
+        return vary_like(jnp.zeros(like.shape, accum), *everything)
+
     pairs = _pairs(sizes, query.shape[1], key.shape[1])
-    found, _ = lax.scan(body, zeros, pairs)
+    found, _ = lax.scan(body, (zeros(query), zeros(key), zeros(value)), pairs)
     grads = tuple(g.astype(x.dtype) for g, x in zip(found, (query, key, value), strict=True))
     return (*grads, None, None, None)
 

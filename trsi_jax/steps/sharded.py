@@ -266,7 +266,8 @@ class ShardedSteps:
         rows, length = x.shape
         x = x.reshape(ways, self.micro_batches, rows // ways // self.micro_batches, length)
         x = jnp.moveaxis(x, 1, 0).reshape(self.micro_batches, rows // self.micro_batches, length)
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, *ROWS)))
+        parts: jax.Array = lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, *ROWS)))
+        return parts
 
     def _update(
         self, state: TrainState, gradients: Any, rate: jax.Array, metrics: Metrics

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from sharding.layouts import FSDP, ROWS, decoder_rules
@@ -41,12 +41,12 @@ class ShardedModel:
 
     Attributes:
       config: of the whole model.
-      mesh: of `sharding.mesh.make_mesh`.
+      mesh: of `sharding.mesh.make_mesh`; without devices it does for shapes and specs.
       chunk: tokens of one row a chunk of the linear head.
     """
 
     config: model.ModelConfig
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     chunk: int = CHUNK
 
     @property
@@ -143,8 +143,9 @@ def logprobs(
         )
 
     spec = sharded.specs(params)
-    return _on_mesh(sharded, spec, head, (ROWS, ROWS), params, token_ids, segment_ids,
-                    position_ids, target)  # fmt: skip
+    logprob, entropy = _on_mesh(sharded, spec, head, (ROWS, ROWS), params, token_ids, segment_ids,
+                                position_ids, target)  # fmt: skip
+    return logprob, entropy
 
 
 def cross_entropy(
@@ -181,6 +182,7 @@ def cross_entropy(
         return (lax.psum(loss, (*_BATCH, "sequence")),)
 
     spec = sharded.specs(params)
+    loss: jax.Array
     (loss,) = _on_mesh(sharded, spec, head, (P(),), params, token_ids, segment_ids, position_ids,
                        target, weight)  # fmt: skip
     return loss
@@ -213,6 +215,7 @@ def values(
 
     spec = sharded.specs(params)
     cut = P(_BATCH, ("sequence", "tensor"))
+    value: jax.Array
     (value,) = _on_mesh(sharded, spec, head, (cut,), params, token_ids, segment_ids, position_ids,
                         gather=False)  # fmt: skip
     return value
@@ -273,7 +276,8 @@ def _gathered(sharded: ShardedModel, params: Any, spec: Any, stacked: int) -> An
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather(axes: tuple[str, ...], dimension: int, dtype: str, param: jax.Array) -> jax.Array:
     """All-gather in `dtype`; the gradient is summed and cut in the parameter's own dtype."""
-    return lax.all_gather(param.astype(dtype), axes, axis=dimension, tiled=True)
+    whole: jax.Array = lax.all_gather(param.astype(dtype), axes, axis=dimension, tiled=True)
+    return whole
 
 
 def _gather_fwd(
@@ -353,7 +357,8 @@ def _embed(sharded: ShardedModel, params: Any, spec: Any, token_ids: jax.Array) 
 
 def _sum_and_cut(partial: jax.Array) -> jax.Array:
     """[r, t, D] parts of a sum over `tensor` -> [r, t / tensor, D]."""
-    return lax.psum_scatter(partial, "tensor", scatter_dimension=1, tiled=True)
+    part: jax.Array = lax.psum_scatter(partial, "tensor", scatter_dimension=1, tiled=True)
+    return part
 
 
 def _mlp(sharded: ShardedModel, layer: Any, x: jax.Array) -> jax.Array:
@@ -367,7 +372,9 @@ def _previous(sharded: ShardedModel, x: jax.Array, count: int) -> jax.Array:
     last = x[:, x.shape[1] - count :]
     if size == 1:
         return jnp.zeros_like(last)
-    return lax.ppermute(last, "sequence", [(i, i + 1) for i in range(size - 1)])
+    pairs = [(i, i + 1) for i in range(size - 1)]
+    before: jax.Array = lax.ppermute(last, "sequence", pairs)
+    return before
 
 
 def _attention_layer(
@@ -460,6 +467,7 @@ def _recur(
     dk = key.shape[-1]
     like = (query, value, log_decay, reset)
     size = sharded.sizes["sequence"]
+    output: jax.Array
     zeros = vary_like(jnp.zeros((batch, heads, dk, dv), value.dtype), *like)
     if size == 1:
         output, _ = mixer.recur(query, key, value, log_decay, beta, reset, zeros)
