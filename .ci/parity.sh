@@ -5,9 +5,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 export VENV=${PARITY_VENV:-.venv-parity}
 sh requirements/install.sh parity
-# The compiled programs of `make test`.
 export JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$PWD/.cache/jax}
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.5 OMP_NUM_THREADS=1
+# The compiler as users have it, with all its optimisations (tests/conftest.py asks for none).
+export XLA_FLAGS=${XLA_FLAGS-}
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 "$VENV/bin/python" -m pytest --quiet -m parity tests/test_parity.py --timeout=1200 2>&1 | tee "$log"

@@ -11,6 +11,10 @@ from rollout.errors import SandboxError
 from rollout.sandbox.engine import Engine, default_host
 from rollout.sandbox.select import IMAGE_VARIABLE
 
+# LLVM's optimisations take longer than what the tests' small programs compute. Parity, `make demo`
+# and the benchmarks are compiled with them. Read when JAX starts, so set before any test imports it.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
 REQUIRED = "TRSI_REQUIRE_DOCKER"
 """Set where the container tests must run and a missing engine is a failure."""
 
