@@ -12,7 +12,7 @@ from rollout.sandbox.engine import Engine, default_host
 from rollout.sandbox.select import IMAGE_VARIABLE
 
 # LLVM's optimisations take longer than what the tests' small programs compute. Parity, `make demo`
-# and the benchmarks are compiled with them. Read when JAX starts, so set before any test imports it.
+# and the benchmarks are compiled with them. JAX reads this when it starts.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 REQUIRED = "TRSI_REQUIRE_DOCKER"
