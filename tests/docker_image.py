@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,13 +55,8 @@ def system_python() -> Path:
 def library_of(python: Path) -> Path:
     """Where the standard library of `python` is."""
     ask = "import sysconfig; print(sysconfig.get_path('stdlib'))"
-    if python == Path(sys.executable).resolve():
-        return Path(sysconfig.get_path("stdlib"))
-    return Path(
-        subprocess.run(
-            [python, "-c", ask], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    )
+    asked = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True)
+    return Path(asked.stdout.strip())
 
 
 def contents() -> dict[str, Path]:
@@ -83,6 +77,10 @@ def contents() -> dict[str, Path]:
             entry = Path(folder, terminal[0], terminal)
             if entry.is_file():
                 found[entry] = entry
+    # tmux wants a locale of UTF-8.
+    for entry in Path("/usr/lib/locale/C.utf8").rglob("*"):
+        if entry.is_file():
+            found[entry] = entry
     linked = {lib for source in set(found.values()) for lib in _linked(source)}
     found |= {path: path for path in linked}
     return {str(place).lstrip("/"): source.resolve() for place, source in found.items()}
