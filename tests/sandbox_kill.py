@@ -148,6 +148,7 @@ async def rounds(name: str, total: int, at_once: int, longest_s: float, seed: in
         found += sum(await asyncio.gather(*(one() for _ in range(count))))
         said = await survivor.exec("pwd; echo $kept; kill -0 $child && echo lives")
         assert said.output == b"/tmp\n1\nlives\n", said
+        print(f"{name}: {batch + count} of {total} killed", flush=True)
     assert found > total // 4, f"only {found} owners had anything when they were killed"
     deadline = time.monotonic() + SETTLE_S
     while (after := mounts_and_groups()) != before and time.monotonic() < deadline:

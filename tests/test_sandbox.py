@@ -29,10 +29,13 @@ from rollout.errors import (
 from rollout.protocols import Sandbox, SandboxBackend, SandboxSpec
 from rollout.records import Entry
 from rollout.sandbox import make_backend, owner, probe
+from rollout.sandbox.bubblewrap import BubblewrapBackend
 from rollout.sandbox.cgroups import open_groups
 from rollout.sandbox.diagnose import explain_start_failure
-from rollout.sandbox.docker import OWNER_LABEL
+from rollout.sandbox.docker import OWNER_LABEL, DockerBackend
 from rollout.sandbox.engine import Engine, default_host
+from rollout.sandbox.select import IMAGE_VARIABLE
+from rollout.sandbox.slots import Slots
 from rollout.sandbox.terminal import Terminal
 
 AT_REST = {"bubblewrap": 1, "docker": 2}
@@ -708,6 +711,29 @@ def test_sixteen_at_once_do_not_mix(sandboxed):
         await backend.aclose()
 
     sandboxed(check)
+
+
+def test_no_more_sandboxes_live_than_there_are_slots(sandboxed):
+    async def main():
+        slots = Slots(live=1, starting=1)
+        if sandboxed.name == "docker":
+            backend = DockerBackend(image=os.environ[IMAGE_VARIABLE], slots=slots)
+        else:
+            backend = BubblewrapBackend(slots=slots)
+        first = await backend.start(SandboxSpec())
+        second = asyncio.ensure_future(backend.start(SandboxSpec()))
+        await asyncio.sleep(0.5)
+        assert not second.done()
+        await first.close()
+        await assert_usable(await second)
+        # A start that fails gives its slot back.
+        with pytest.raises(SandboxUnavailable):
+            await backend.start(SandboxSpec(workdir="relative"))
+        await (await second).close()
+        await (await backend.start(SandboxSpec())).close()
+        await backend.aclose()
+
+    asyncio.run(main())
 
 
 def test_closing_is_idempotent_and_leaves_nothing(sandboxed):
