@@ -46,7 +46,7 @@ done
 "$python" -c 'import sys, docker; docker.APIClient(version="auto").import_image(sys.argv[1], repository="trsi-test")' \
   "$work/image.tar"
 
-"$python" -m pytest --quiet -m docker tests/test_sandbox.py tests/test_sandbox_docker.py
+"$python" -m pytest --quiet --numprocesses 2 -m docker tests/test_sandbox.py tests/test_sandbox_docker.py
 for backend in bubblewrap docker; do
-  timeout 200 "$python" -m tests.sandbox_kill --backend "$backend" --rounds 200
+  timeout 900 "$python" -m tests.sandbox_kill --backend "$backend" --rounds 200
 done

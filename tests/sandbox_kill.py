@@ -94,11 +94,6 @@ def groups() -> Iterator[str]:
             yield from (f"{folder}/{name}" for name in names)
 
 
-def mounts_and_groups() -> tuple[int, int]:
-    """How many mounts and control groups there are in all."""
-    return len(Path("/proc/self/mounts").read_text().splitlines()), sum(1 for _ in groups())
-
-
 async def kill_one(process: BaseProcess, delay_s: float, search: Search) -> bool:
     """Kill an owner and wait until nothing of it is left; whether it had anything.
 
@@ -132,7 +127,6 @@ async def rounds(name: str, total: int, at_once: int, longest_s: float, seed: in
     backend = make_backend(name)
     survivor = await backend.start(SandboxSpec(lifetime_s=3600.0))
     await survivor.exec("cd /tmp; kept=1; sleep 3000 & child=$!")
-    before = mounts_and_groups()
     begun = time.monotonic()
     gate = asyncio.Semaphore(at_once)
 
@@ -148,11 +142,8 @@ async def rounds(name: str, total: int, at_once: int, longest_s: float, seed: in
         found += sum(await asyncio.gather(*(one() for _ in range(count))))
         said = await survivor.exec("pwd; echo $kept; kill -0 $child && echo lives")
         assert said.output == b"/tmp\n1\nlives\n", said
+        print(f"{name}: {batch + count} of {total} killed", flush=True)
     assert found > total // 4, f"only {found} owners had anything when they were killed"
-    deadline = time.monotonic() + SETTLE_S
-    while (after := mounts_and_groups()) != before and time.monotonic() < deadline:
-        await asyncio.sleep(0.2)
-    assert after == before, f"mounts and control groups: {before} before, {after} after"
     await survivor.close()
     await backend.aclose()
     if engine is not None:

@@ -29,10 +29,13 @@ from rollout.errors import (
 from rollout.protocols import Sandbox, SandboxBackend, SandboxSpec
 from rollout.records import Entry
 from rollout.sandbox import make_backend, owner, probe
+from rollout.sandbox.bubblewrap import BubblewrapBackend
 from rollout.sandbox.cgroups import open_groups
 from rollout.sandbox.diagnose import explain_start_failure
-from rollout.sandbox.docker import OWNER_LABEL
+from rollout.sandbox.docker import OWNER_LABEL, DockerBackend
 from rollout.sandbox.engine import Engine, default_host
+from rollout.sandbox.select import IMAGE_VARIABLE
+from rollout.sandbox.slots import Slots
 from rollout.sandbox.terminal import Terminal
 
 AT_REST = {"bubblewrap": 1, "docker": 2}
@@ -667,18 +670,25 @@ def test_a_terminal_takes_keystrokes_and_shows_its_screen(sandboxed):
     async def check(sandbox):
         await sandbox.exec("cd /tmp; kept=1")
         terminal = await Terminal.open(sandbox, columns=60, lines=10)
-        await terminal.type("python3 -c 'print(input() * 3)'\n")
-        await terminal.settled()
+
+        async def shows(wanted):
+            deadline = time.monotonic() + 30.0
+            while not wanted(shown := await terminal.settled(quiet_s=0.1)):
+                assert time.monotonic() < deadline, shown
+
+        await terminal.type('python3 -c \'print("ready", input("say ") * 3)\'\n')
+        await shows(lambda screen: "\nsay" in screen)
         await terminal.type("ab; $(exit) \"'\n")
-        assert "ab; $(exit) \"'" * 3 in await terminal.settled()
+        await shows(lambda screen: "ready " + "ab; $(exit) \"'" * 3 in screen)
         # A program that waits is interrupted, an open quote too; the window's shell goes on.
         await terminal.type("cat\nhello\n")
-        assert (await terminal.settled()).count("hello") == 2
+        await shows(lambda screen: screen.count("hello") == 2)
         await terminal.press(["C-c"])
         await terminal.type('echo "open\n')
+        await shows(lambda screen: "\n>" in screen)
         await terminal.press(["C-c"])
         await terminal.type("seq 100; echo $((6 * 7))x $COLUMNS\n")
-        assert "\n100\n42x 60\nbash" in await terminal.settled()
+        await shows(lambda screen: "\n100\n42x 60\nbash" in screen)
         assert "\n1\n2\n3\n" in await terminal.history()
         assert await output_of(sandbox, "pwd; echo $kept") == "/tmp\n1\n"
         await terminal.close()
@@ -708,6 +718,29 @@ def test_sixteen_at_once_do_not_mix(sandboxed):
         await backend.aclose()
 
     sandboxed(check)
+
+
+def test_no_more_sandboxes_live_than_there_are_slots(sandboxed):
+    async def main():
+        slots = Slots(live=1, starting=1)
+        if sandboxed.name == "docker":
+            backend = DockerBackend(image=os.environ[IMAGE_VARIABLE], slots=slots)
+        else:
+            backend = BubblewrapBackend(slots=slots)
+        first = await backend.start(SandboxSpec())
+        second = asyncio.ensure_future(backend.start(SandboxSpec()))
+        await asyncio.sleep(0.5)
+        assert not second.done()
+        await first.close()
+        await assert_usable(await second)
+        # A start that fails gives its slot back.
+        with pytest.raises(SandboxUnavailable):
+            await backend.start(SandboxSpec(workdir="relative"))
+        await (await second).close()
+        await (await backend.start(SandboxSpec())).close()
+        await backend.aclose()
+
+    asyncio.run(main())
 
 
 def test_closing_is_idempotent_and_leaves_nothing(sandboxed):
@@ -747,7 +780,9 @@ asyncio.run(main())
 def _marked(mark: str) -> list[str]:
     """Everything on this machine that carries `mark`."""
     found = [f"process {pid}" for pid, name in owner._marked_processes() if name == mark]
-    found += [str(path) for path in Path("/sys/fs/cgroup").rglob(mark)]
+    # Not by a pattern: other owners' groups may vanish under the search.
+    for folder, names, _ in os.walk("/sys/fs/cgroup"):
+        found += [f"{folder}/{name}" for name in names if name == mark]
     found += [str(path) for home in owner.homes() for path in home.glob(mark)]
     return found + [f"process of container {container}" for container in _containers(mark)]
 

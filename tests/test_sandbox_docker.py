@@ -273,7 +273,8 @@ def test_the_reaper_takes_the_dead_owners_containers_only(image, client):
     engine = Engine(default_host())
     try:
         engine.connect()
-        assert reap(engine) == 1
+        # Tests beside this one may have left some, too.
+        assert reap(engine) >= 1
         left = {found["Id"] for found in client.containers(all=True)}
         assert {name for name, container in made.items() if container in left} == (
             set(labels) - {"dead"}
@@ -453,6 +454,20 @@ def archive(*members: tuple[str, bytes, bytes], size: int | None = None) -> byte
 def test_a_hostile_archive_is_refused_and_touches_no_disk(data):
     with pytest.raises(TransferError):
         unpack(data, 1000)
+
+
+def test_no_name_in_an_archive_leads_out(tmp_path):
+    evil = archive(("../evil", tarfile.REGTYPE, b"x"))
+    through = archive(("l", tarfile.SYMTYPE, b".."), ("l/evil2", tarfile.REGTYPE, b"x"))
+    (tmp_path / "inside").mkdir()
+    trusting = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
+    for data in (evil, through):
+        with tarfile.open(fileobj=io.BytesIO(data[1:])) as tar:
+            tar.extractall(tmp_path / "inside", **trusting)
+    assert {path.name for path in tmp_path.iterdir()} == {"inside", "evil", "evil2"}
+    for data in (evil, through):
+        with pytest.raises(TransferError):
+            unpack(data, 1000)
 
 
 def test_an_archive_keeps_links_as_data_and_modes_as_listed():
