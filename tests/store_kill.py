@@ -35,7 +35,7 @@ from rollout.store.compact import compact
 from rollout.store.inspect import verify
 from rollout.store.reader import SegmentReader
 from rollout.store.segments import SegmentWriter
-from tests.test_store import VOCAB, assert_same, make
+from tests.store_data import VOCAB, assert_same, make
 
 COLUMN = "value_t"
 LEASE_S = 2.0

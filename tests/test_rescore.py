@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollout.records import CheckResult, Fault, Verdict
 from rollout.store.segments import SegmentWriter
-from tests.test_store import VOCAB, make
+from tests.store_data import VOCAB, make
 from trsi_jax.cli.main import call
 from trsi_jax.rewards import fdr, verdict_fdr
 from trsi_jax.rewards.rescore import KINDS, published, rescore, stored_medians

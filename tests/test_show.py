@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from rollout.errors import UserError
 from rollout.records import CheckResult, Fault, Turn, Verdict
 from rollout.store.segments import SegmentWriter
-from tests.test_store import VOCAB, make
+from tests.store_data import VOCAB, make
 from trsi_jax.batch import token_rewards
 from trsi_jax.cli.show import show, show_run
 

@@ -8,7 +8,7 @@ import pytest
 
 from rollout.records import CheckResult, Fault, Turn, Verdict
 from tests import chromium
-from tests.test_store import make
+from tests.store_data import make
 from trsi_jax.report.viewer import render
 
 needs_chromium = pytest.mark.skipif(chromium.find() is None, reason="no Chromium here")

@@ -19,7 +19,8 @@ from rollout.store import layout
 from rollout.store.compact import LEASE_KEY, compact, sealed_problem, stored_bytes
 from rollout.store.reader import SegmentReader
 from rollout.store.segments import SegmentWriter
-from tests.test_store import OLD, ROOT, VOCAB, assert_same, make
+from tests.store_data import ROOT, VOCAB, assert_same, make
+from tests.test_store import OLD
 
 State = dict[str, tuple[list[str], dict[str, list[float]]]]
 

@@ -11,7 +11,7 @@ from rollout.records import Fault, Turn, Verdict
 from rollout.store.contract import violations
 from rollout.store.reader import SegmentReader
 from rollout.store.segments import SegmentWriter
-from tests.test_store import VOCAB, assert_same, make
+from tests.store_data import VOCAB, assert_same, make
 
 # `make("x", 12)` acts at tokens 5, 6, 9 and 10; turn 1 begins at token 9.
 

@@ -16,7 +16,7 @@ from rollout.store.export import atif_document, export_atif, export_parquet
 from rollout.store.inspect import statistics, verify
 from rollout.store.reader import SegmentReader
 from rollout.store.segments import SegmentWriter
-from tests.test_store import VOCAB, make
+from tests.store_data import VOCAB, make
 from trsi_jax.batch import token_rewards
 from trsi_jax.cli.main import app
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from rollout.errors import StoreError
 from rollout.store.reader import SegmentReader
 from rollout.store.segments import SegmentWriter
-from tests.test_store import VOCAB, assert_same, make
+from tests.store_data import VOCAB, assert_same, make
 folder = Path(sys.argv[1])
 ballast = folder / "ballast"
 ballast.write_bytes(bytes(300_000))
@@ -45,7 +45,7 @@ import sys
 from pathlib import Path
 from rollout.errors import StoreError
 from rollout.store.segments import SegmentWriter
-from tests.test_store import VOCAB, make
+from tests.store_data import VOCAB, make
 folder = Path(sys.argv[1])
 try:
     SegmentWriter(folder / "store", vocab_size=VOCAB).write("s", [make("a")])

@@ -15,7 +15,7 @@ from rollout.store.compact import compact
 from rollout.store.loader import Cursor, Loader
 from rollout.store.plan import Bucketed, Packed, epoch_steps, fill
 from rollout.store.segments import SegmentWriter
-from tests.test_store import VOCAB, assert_same, make
+from tests.store_data import VOCAB, assert_same, make
 from trsi_jax import losses, model
 from trsi_jax.batch import PackedBatch, pack_rows, trajectory_example
 from trsi_jax.steps.forward import token_logprobs

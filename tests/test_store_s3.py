@@ -24,7 +24,7 @@ from rollout.store.loader import Loader
 from rollout.store.plan import Packed
 from rollout.store.reader import SegmentReader
 from rollout.store.segments import SegmentWriter
-from tests.test_store import ROOT, VOCAB, assert_same, make
+from tests.store_data import ROOT, VOCAB, assert_same, make
 
 SERVER = os.environ.get("TRSI_S3_SERVER") or shutil.which("moto_server")
 pytestmark = pytest.mark.skipif(SERVER is None, reason="no S3 server; .ci/store.sh brings one")
@@ -104,7 +104,7 @@ def test_written_read_pinned_compacted_and_verified_as_on_a_disk(location) -> No
 WRITER = """
 import json, sys
 from rollout.store.segments import SegmentWriter
-from tests.test_store import VOCAB, make
+from tests.store_data import VOCAB, make
 location, worker, count = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 writer = SegmentWriter(location, vocab_size=VOCAB)
 for i in range(count):
