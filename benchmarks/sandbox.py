@@ -154,14 +154,16 @@ def peer(repeats: int, image: str) -> dict[str, dict[str, list[float]]]:
     if not python.exists():
         venv.create(PEER, with_pip=True)
         install = [python, "-m", "pip", "install", "--quiet"]
-        subprocess.run([*install, "--no-deps", *PEER_PACKAGES], check=True)
         subprocess.run([*install, *PEER_NEEDS], check=True)
+        # Without the model clients that it asks for, which its environments don't use.
+        subprocess.run([*install, "--no-deps", *PEER_PACKAGES], check=True)
     arguments = [str(repeats), str(OUTPUT_BYTES), str(find_bwrap()), image]
     script = Path(__file__).with_name("sandbox_peer.py")
     ran = subprocess.run(
         [python, script, *arguments], check=True, stdout=subprocess.PIPE, text=True
     )
-    return json.loads(ran.stdout)
+    # It talks before, too.
+    return json.loads(ran.stdout.splitlines()[-1])
 
 
 def table(rows: dict[str, dict[str, list[float]]]) -> None:
