@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -46,11 +45,13 @@ def test_the_budget_is_twelve_bytes_a_parameter_and_the_layers_inputs(capsys):
 
 
 def test_what_does_not_fit_names_the_knob():
-    states = plan(config.load(V5P), "h200:8", compile_step=False)
+    # Eight devices of 131 GiB hold the states cut eight ways, but not cut four ways.
+    four = ["sharding.data=2", "sharding.fsdp=4", "sharding.tensor=1"]
+    states = plan(config.load(V5P, four), "h200:8", compile_step=False)
     assert states.fits is False
     assert "sharding.moments = 'bfloat16'" in states.knob
     less = plan(
-        config.load(V5P, ["sharding.moments='bfloat16'", "sharding.offload=true"]),
+        config.load(V5P, [*four, "sharding.moments='bfloat16'", "sharding.offload=true"]),
         "h200:8",
         compile_step=False,
     )
@@ -96,13 +97,3 @@ def test_a_config_without_a_layout_needs_a_topology(capsys):
     assert "name a topology, such as v5p:4x4x4" in capsys.readouterr().err
     assert call(["plan", tiny, "--no-compile", "--topology", "cpu:4"]) == 0
     assert "there is no verdict" in capsys.readouterr().out
-
-
-def test_the_default_section_leaves_a_digest_as_it_was_before_there_was_one():
-    tiny = config.load(CONFIGS / "tiny.toml")
-    before = tiny.model_dump(mode="json", exclude={"seed", "sharding"})
-    text = json.dumps(before, sort_keys=True, separators=(",", ":"))
-    assert tiny.digest() == hashlib.sha256(text.encode()).hexdigest()[:16]
-    assert (
-        config.load(CONFIGS / "tiny.toml", ["sharding.micro_batches=2"]).digest() != tiny.digest()
-    )

@@ -941,11 +941,15 @@ def test_the_reaper_leaves_the_living_and_the_foreign_alone(tmp_path, monkeypatc
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the suite already runs as a plain user")
-def test_the_suite_holds_for_a_plain_user(tmp_path):
+def test_the_suite_holds_for_a_plain_user():
     """The whole file again, as a user without any privilege."""
-    tmp_path.chmod(0o777)
-    for parent in list(tmp_path.parents)[:-2]:
-        parent.chmod(parent.stat().st_mode | 0o011)
+    # Outside pytest's own folder, which another session of root's closes to everybody else.
+    with tempfile.TemporaryDirectory() as folder:
+        _suite_as_a_plain_user(Path(folder))
+
+
+def _suite_as_a_plain_user(folder):
+    folder.chmod(0o777)
     user = {"user": 54321, "group": 54321, "extra_groups": []}
     here = Path(__file__).resolve()
     packages = [path for path in sys.path if path.endswith("site-packages")]
@@ -964,7 +968,7 @@ def test_the_suite_holds_for_a_plain_user(tmp_path):
                 break
     else:
         pytest.skip("a plain user can run no interpreter with these packages")
-    options = ["-q", "-x", "-p", "no:cacheprovider", f"--basetemp={tmp_path}/base"]
+    options = ["-q", "-x", "-p", "no:cacheprovider", f"--basetemp={folder}/base"]
     inner = subprocess.run(
         [python, "-m", "pytest", str(here), *options],
         cwd=here.parents[1],

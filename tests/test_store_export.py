@@ -155,7 +155,7 @@ def test_each_mistake_is_one_line(run, tmp_path) -> None:
         assert problem in str(error)
         assert "\n" not in str(error)
     compact(run / "store")
-    (shard,) = (run / "store").glob("sealed/*/token_ids/c/0")
+    (shard,) = (run / "store").glob("sealed/*/trajectories/0")
     shard.write_bytes(shard.read_bytes()[:-9])
     done = invoke("verify", run)
     assert isinstance(done.exception, StoreError)
