@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The gradient table of the simulator, and an ablation of three arms trained on the small recursion.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 # The compiled programs of `make test`.
 export JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$PWD/.cache/jax}

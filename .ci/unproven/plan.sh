@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The sharded steps on eight devices and in two processes, and a true-depth TPU program.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 export VENV=${PLAN_VENV:-.venv-plan}
 sh requirements/install.sh
