@@ -3,7 +3,7 @@
 # Debian's engine runs on a socket, and in folders, of its own; it makes no bridge and no packet
 # filter, so nothing of the network stays behind. Root only: the engine needs it.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 python=${VENV:-.venv}/bin/python
 work=$(mktemp -d)
