@@ -635,7 +635,7 @@ def test_transfers_are_bounded(sandboxed):
 
 
 def _runs(pid):
-    """Whether a process of the host is there and no zombie, which runs nothing and writes nothing."""
+    """Whether a process of the host is there, and no zombie, which runs nothing."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
