@@ -61,7 +61,7 @@ def trajectories(draw, name: str) -> Trajectory:
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_round_trip_is_bit_equal_whatever_the_contents(tmp_path_factory, data) -> None:
     folder = tmp_path_factory.mktemp("store")

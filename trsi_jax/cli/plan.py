@@ -42,10 +42,12 @@ def plan(
     from trsi_jax.steps import plan as planner
 
     chosen = configs.load(config, override or [], None)
-    if compile_step:
+
+    def compiling() -> None:
         print("trsi plan: compiling can take minutes; --no-compile only adds up", file=sys.stderr)
+
     try:
-        found = planner.plan(chosen, topology, compile_step=compile_step)
+        found = planner.plan(chosen, topology, compile_step=compile_step, compiling=compiling)
     except ValueError as error:
         raise UserError(f"{config}: {error}") from None
     print(json.dumps(found.as_json(), indent=1) if as_json else "\n".join(lines(found)))

@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -196,13 +197,20 @@ class Plan:
         }
 
 
-def plan(config: Config, name: str | None = None, *, compile_step: bool = True) -> Plan:
+def plan(
+    config: Config,
+    name: str | None = None,
+    *,
+    compile_step: bool = True,
+    compiling: Callable[[], None] = lambda: None,
+) -> Plan:
     """Byte budget of a config on a topology, and its PPO step compiled for it.
 
     Args:
       config: with a sharding section, or of a model that one device holds.
       name: of the topology; that of the config's layout if None.
       compile_step: compile if this machine can; else only the budget.
+      compiling: called when all is checked and compilation begins.
 
     Returns:
       The plan.
@@ -234,7 +242,10 @@ def plan(config: Config, name: str | None = None, *, compile_step: bool = True) 
     tokens = rows * length / target.devices
     c = sharded.config
     causal = 6 * length * c.num_heads * c.head_dim * c.num_groups * tokens
-    compiled = None if left_out else _compile(config, devices, mesh, rows, length)
+    compiled = None
+    if not left_out:
+        compiling()
+        compiled = _compile(config, devices, mesh, rows, length)
     return Plan(
         config=config.name,
         topology=target,
