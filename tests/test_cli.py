@@ -144,6 +144,30 @@ def test_a_foreign_distribution_stops_every_command_but_doctor(tmp_path: Path, n
     assert done.stderr.count("\n") == 1
 
 
+def test_huge_pages_are_asked_for_where_the_kernel_waits_to_be_asked(tmp_path: Path) -> None:
+    setting = tmp_path / "enabled"
+    setting.write_text("always [madvise] never\n")
+    ours = environment.with_huge_pages({"A": "b"}, setting=setting)
+    assert ours == {"A": "b", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    assert environment.with_huge_pages(ours, setting=setting) is None, "would start for ever"
+    theirs = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}
+    both = environment.with_huge_pages(theirs, setting=setting)
+    assert both == {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1"}
+    own = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
+    assert environment.with_huge_pages(own, setting=setting) is None
+    for other in ("[always] madvise never\n", "always madvise [never]\n"):
+        setting.write_text(other)
+        assert environment.with_huge_pages({}, setting=setting) is None
+    assert environment.with_huge_pages({}, setting=tmp_path / "nothing") is None
+
+
+def test_starting_again_keeps_the_arguments_and_the_exit_code() -> None:
+    done = trsi("run", "no such file", "--seed", "1")
+    assert done.returncode == 2
+    assert "no such file" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_config_is_found_by_path_then_among_those_that_ship(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,11 +1,15 @@
-"""Whether this installation is whole: `sharding` and `rollout` must be ours.
+"""What a command needs of the process it runs in.
 
-Both names also belong to unrelated distributions; installing one into the same environment
-overwrites our files without a word.
+The installation must be whole: the names `sharding` and `rollout` also belong to unrelated
+distributions; installing one into the same environment overwrites our files without a word.
+
+Training wants huge pages: a step of XLA's takes its temporaries (167 MB in the tiny preset) from
+the system anew, 43,000 page faults with pages of 4 KiB and 500 with huge ones, a fifth of the step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import metadata, util
 from pathlib import Path
 
@@ -41,3 +45,35 @@ def _message(what: str, name: str) -> str:
         f"{what} shadows the one of trsi-jax; mend it with:"
         f" pip uninstall --yes {name} && {_REINSTALL}"
     )
+
+
+_THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_TUNABLES = "GLIBC_TUNABLES"
+_HUGE_PAGES = "glibc.malloc.hugetlb"
+
+
+def with_huge_pages(
+    environment: Mapping[str, str], *, setting: Path = _THP
+) -> dict[str, str] | None:
+    """The environment in which glibc's `malloc` asks for transparent huge pages.
+
+    glibc reads it only at the start of a process. Other C libraries, and glibc before 2.35, ignore
+    it; no value that a program computes depends on it.
+
+    Args:
+      environment: of this process; a `glibc.malloc.hugetlb` of the person's own is left alone.
+      setting: the kernel's file. Only under "madvise" must a process ask.
+
+    Returns:
+      A new environment for this program to start again in, or None where that changes nothing.
+    """
+    tunables = environment.get(_TUNABLES, "")
+    if _HUGE_PAGES in tunables:
+        return None
+    try:
+        if "[madvise]" not in setting.read_text():
+            return None
+    except OSError:
+        return None
+    ours = f"{_HUGE_PAGES}=1"
+    return {**environment, _TUNABLES: f"{tunables}:{ours}" if tunables else ours}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ from trsi_jax.cli import (
     store,
     tasks,
 )
-from trsi_jax.cli.environment import clash
+from trsi_jax.cli.environment import clash, with_huge_pages
 from trsi_jax.cli.errors import FAILURE, USER_MISTAKE, explain, wants_traceback
 
 app = typer.Typer(
@@ -43,6 +44,11 @@ app.add_typer(store.app, name="store")
 
 def main() -> None:
     """Entry point of the console script."""
+    if sys.argv[1:2] in (["run"], ["ablate"]):
+        environment = with_huge_pages(os.environ)
+        if environment is not None:
+            # The same process, so whoever waits for it or kills it sees no difference.
+            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     sys.exit(call(sys.argv[1:]))
 
 
