@@ -263,14 +263,15 @@ class _View:
         return tuple(n for n in names if self._born(layout.header_key(n), self._headers[n].born))
 
     def find_header(self, segment: str) -> layout.Header | None:
-        key = layout.header_key(segment)
-        if segment not in self._headers:
-            data = self.value(key)
+        header = self._headers.get(segment)
+        if header is None:
+            data = self.value(layout.header_key(segment))
             if data is None:
                 return None
-            self._headers[segment] = layout.decode_header(data, segment)
-        header = self._headers[segment]
-        return header if self._born(key, header.born) else None
+            header = self._headers[segment] = layout.decode_header(data, segment)
+        if self.limit is None:  # As nearly always; a key takes longer than the rest.
+            return header
+        return header if self._born(layout.header_key(segment), header.born) else None
 
     def header(self, segment: str) -> layout.Header:
         header = self.find_header(segment)
