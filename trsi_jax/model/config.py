@@ -52,7 +52,7 @@ class ModelConfig:
       gdn_key_heads, gdn_value_heads, gdn_key_dim, gdn_value_dim: of the gated delta net.
       conv_width: taps of its causal depthwise convolution.
       gdn_chunk: longest chunk of the chunked delta rule.
-      gdn_solver: "solve" (triangular solve) or "ladder" (block inverse by products only).
+      gdn_solver: "solve" (substitution by blocks) or "ladder" (block inverse).
       compute_dtype: dtype of the projections and the residual stream.
       accum_dtype: dtype of norms, softmax, decay, the recurrent state and the logits.
       param_dtype: dtype that parameters are made and imported in; norm scales and the decay's

@@ -17,6 +17,7 @@ from jax import lax
 
 _HIGHEST = lax.Precision.HIGHEST
 _UNROLL = 8
+_BLOCK = 16
 
 
 def segment_starts(segment_t: jax.Array) -> jax.Array:
@@ -215,7 +216,8 @@ def gated_delta_chunked(
       beta_t: [T] float in [0, 1].
       reset_t: [T] bool, true where a segment begins and the state is dropped.
       chunk: longest chunk; the row is cut into equal chunks of `chunk_length(T, chunk)`.
-      solver: "solve" by back substitution; "ladder" by doubling block inverses, products only.
+      solver: "solve" by substitution, a block of rows after the other; "ladder" by the inverse of
+        the whole, made by doubling blocks.
         Both are stable for similar keys, where a product of powers of L is not.
       state: [dk, dv] float, the entering state; zeros if None.
 
@@ -279,11 +281,71 @@ def _solve_unit_lower(
     coupling: jax.Array, target: jax.Array, solver: Literal["solve", "ladder"]
 ) -> jax.Array:
     """Solve (I + L) X = B for strictly lower L, [n, C, C], and B, [n, C, m]."""
-    if solver == "ladder":
-        return _ladder_solve(coupling, target)
-    return lax.linalg.triangular_solve(
-        coupling, target, left_side=True, lower=True, unit_diagonal=True
-    )
+    return (_ladder_solve if solver == "ladder" else _substitution)(coupling, target)
+
+
+# Not `lax.linalg.triangular_solve`: on a CPU that is LAPACK, which hands the matrices of a batch to
+# XLA's thread pool and waits for them on a thread of the same pool. As many such calls side by side
+# as the pool has threads (two layers' gradients on two cores) wait for ever, in jaxlib 0.10.2.
+@jax.custom_vjp
+def _substitution(coupling: jax.Array, target: jax.Array) -> jax.Array:
+    """Forward substitution by blocks of rows."""
+    solution, _ = _substitution_forward(coupling, target)
+    return solution
+
+
+def _substitution_forward(
+    coupling: jax.Array, target: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    # X_k = (I + L_kk)^-1 (B_k - sum_{j<k} L_kj X_j)
+    inverse = _diagonal_inverses(coupling)
+    done: list[jax.Array] = []
+    for k, (start, stop) in enumerate(_blocks(coupling.shape[-1])):
+        rest = target[:, start:stop]
+        if done:
+            known = jnp.concatenate(done, axis=1)
+            rest -= jnp.matmul(coupling[:, start:stop, :start], known, precision=_HIGHEST)
+        own = inverse[:, k, : stop - start, : stop - start]
+        done.append(jnp.matmul(own, rest, precision=_HIGHEST))
+    solution = jnp.concatenate(done, axis=1)
+    return solution, (coupling, inverse, solution)
+
+
+def _substitution_backward(
+    saved: tuple[jax.Array, jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    # B' = (I + L)^-T X', L' = -B' X^T, the former by substitution from the last block up.
+    coupling, inverse, solution = saved
+    done: list[jax.Array] = []
+    for k, (start, stop) in reversed(list(enumerate(_blocks(coupling.shape[-1])))):
+        rest = cotangent[:, start:stop]
+        if done:
+            known = jnp.concatenate(done[::-1], axis=1)
+            below = coupling[:, stop:, start:stop]
+            rest -= jnp.einsum("nji,njm->nim", below, known, precision=_HIGHEST)
+        own = inverse[:, k, : stop - start, : stop - start]
+        done.append(jnp.einsum("nji,njm->nim", own, rest, precision=_HIGHEST))
+    to_target = jnp.concatenate(done[::-1], axis=1)
+    return -jnp.einsum("nim,njm->nij", to_target, solution, precision=_HIGHEST), to_target
+
+
+_substitution.defvjp(_substitution_forward, _substitution_backward)
+
+
+def _blocks(size: int) -> list[tuple[int, int]]:
+    return [(at, min(at + _BLOCK, size)) for at in range(0, size, _BLOCK)]
+
+
+def _diagonal_inverses(coupling: jax.Array) -> jax.Array:
+    """[n, C, C] -> inverses of its diagonal blocks [n, k, b, b], the last one padded."""
+    size = coupling.shape[-1]
+    parts = []
+    for start, stop in _blocks(size):
+        missing = min(_BLOCK, size) - (stop - start)
+        widths = ((0, 0), (0, missing), (0, missing))
+        parts.append(jnp.pad(coupling[:, start:stop, start:stop], widths))
+    blocks = jnp.stack(parts, axis=1)
+    return _ladder_inverse(blocks.reshape(-1, *blocks.shape[2:])).reshape(blocks.shape)
 
 
 def _ladder_inverse(coupling: jax.Array) -> jax.Array:
