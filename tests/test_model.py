@@ -198,6 +198,33 @@ def test_packed_rows_equal_separate_rows(pattern: str) -> None:
         at += length
 
 
+def test_long_rows_attend_by_blocks_to_the_same_values_and_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = tiny(num_layers=1, layer_pattern=("full",))
+    params, length = noisy(config), 768
+    ids = jax.random.randint(jax.random.key(2), (2, length), 0, VOCAB)
+    # Segments that end inside blocks, and a row that is mostly padding.
+    ends = jnp.array([[300, 301, 700], [100, 130, 130]])
+    index = jnp.arange(length)
+    segment = 1 + jnp.sum(index[None, :, None] >= ends[:, None], axis=-1)
+    segment = jnp.where(index < ends[:, 2:], segment, 0)
+    position = jnp.where(segment > 0, index, 0)
+
+    def loss(params: Any) -> jax.Array:
+        hidden = hidden_states(config, params, ids, segment, position)
+        return jnp.sum(jnp.where(segment[..., None] > 0, hidden, 0) ** 2)
+
+    by_blocks = jax.jit(jax.value_and_grad(loss))(params)
+    text = str(jax.make_jaxpr(loss)(params))
+    assert f"[2,{length},{length}]" not in text
+    monkeypatch.setattr("trsi_jax.model.attention._WHOLE", length)
+    whole = jax.jit(jax.value_and_grad(loss))(params)
+    assert f"[2,{length},{length}]" in str(jax.make_jaxpr(lambda p: loss(p))(params))
+    for ours, theirs in zip(jax.tree.leaves(by_blocks), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * float(jnp.abs(theirs).max()))
+
+
 def test_values_and_gradients_of_a_segment_ignore_the_others_and_the_padding() -> None:
     config = tiny()
     params = noisy(config)
