@@ -300,7 +300,7 @@ def pack(
         )
     count = needed if batches is None else batches
     place = np.zeros((4, len(examples)), np.int64)  # batch, row, offset, segment id
-    for number, (batch, row) in enumerate(_deal([sizes[b].sum() for b in bins], count)):
+    for number, (batch, row) in enumerate(_deal([int(sizes[b].sum()) for b in bins], count)):
         members = bins[number]
         place[0, members] = batch
         place[1, members] = row
