@@ -232,7 +232,7 @@ class Sandbox(Protocol):
 
     @property
     def enforced(self) -> frozenset[str]:
-        """Limits that really hold: of "network", "memory", "pids", "cpu", "disk", "lifetime"."""
+        """What really holds: of network, memory, pids, cpu, disk, lifetime, syscalls."""
         ...
 
     async def exec(

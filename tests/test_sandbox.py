@@ -525,6 +525,8 @@ def test_no_descriptor_of_the_host_is_inherited(sandboxed, tmp_path):
                 kind for kind in kinds if kind.startswith("/proc/")
             }
             assert str(secret) not in kinds
+            # A program's own: input, output, errors, and the folder that it lists.
+            assert await output_of(sandbox, "ls -w 0 -x /proc/self/fd") == "0  1  2  3\n"
 
         sandboxed(check)
     finally:
@@ -539,6 +541,34 @@ def test_a_command_cannot_forge_the_status_of_the_next(sandboxed):
         result = await sandbox.exec("sleep 0.1; (exit 5)")
         assert (result.status, result.exit_code) == ("ok", 5)
 
+    sandboxed(check)
+
+
+FORGE = """
+for pid in $PIDS; do for fd in /proc/$pid/fd/*; do
+  { printf '' >>"$fd"; } 2>/dev/null && echo "wrote $fd"
+done; head -c 1 /proc/$pid/mem 2>&1 | grep -q denied || echo "opened the memory of $pid"; done
+"""
+
+
+def test_no_program_reaches_the_driver(sandboxed):
+    """Its descriptors carry the next command, and its memory the last status."""
+
+    async def check(sandbox):
+        await sandbox.put_files({"forge": FORGE.encode()})
+        assert await output_of(sandbox, 'PIDS="1 $BASHPID" bash forge') == ""
+        await assert_usable(sandbox)
+
+    # Without the defence: a shell that can be read.
+    outside = subprocess.run(
+        ["bash", "-c", 'PIDS=$BASHPID bash -c "$1" && :', "bash", FORGE],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "wrote" in outside.stdout
+    assert "opened the memory" in outside.stdout
     sandboxed(check)
 
 

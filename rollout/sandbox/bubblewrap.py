@@ -2,7 +2,8 @@
 
 A sandbox sees the host's /usr read-only, a generated /etc, and working and temporary directories
 on file systems of their own with a size. It has namespaces of its own for users, processes, mounts,
-network, host name and IPC, no capabilities, no way to gain some, and an empty environment.
+network, host name and IPC, no capabilities, no way to gain some, an empty environment, and a filter
+before the system calls that none of this holds back (`rollout.sandbox.seccomp`).
 The kernel is shared with the host: this is no virtual machine.
 
 The host talks to it over one socket and one pipe (`rollout.sandbox.driver`), and reaches its files
@@ -45,7 +46,7 @@ from rollout.errors import (
 )
 from rollout.protocols import ExecResult, SandboxSpec
 from rollout.records import FileTree
-from rollout.sandbox import cgroups, driver, files, owner, processes
+from rollout.sandbox import cgroups, driver, files, launcher, owner, processes, seccomp
 from rollout.sandbox.diagnose import explain_start_failure
 from rollout.sandbox.output import Output
 from rollout.sandbox.slots import Slots
@@ -164,6 +165,7 @@ class BubblewrapSandbox:
             "uid": self._uid,
             "join": join,
             "leave": self._backend.leave(),
+            "filter": self._backend.filter,
             "lifetime_s": self._spec.lifetime_s,
         }
         assert self._output_inside is not None
@@ -265,6 +267,8 @@ class BubblewrapSandbox:
             return
         if processes.inner_pid(self._candidate) == self._announced:
             self._shell = self._candidate
+            if self._uid is not None:
+                processes.offer_for_memory(self._shell)
             self._ready = True
             self._candidate = self._announced = None
             self._settle(("r", 0))
@@ -557,6 +561,9 @@ class BubblewrapBackend:
 
     Args:
       slots: how many may live and start.
+
+    Attributes:
+      filter: file with the filter of system calls; None where there is none for this machine.
     """
 
     def __init__(self, *, slots: Slots | None = None) -> None:
@@ -570,6 +577,7 @@ class BubblewrapBackend:
         self._mark = ""
         self._groups: cgroups.Groups | None = None
         self._home: Path | None = None
+        self.filter: str | None = None
         self._launcher: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
@@ -603,6 +611,12 @@ class BubblewrapBackend:
         self._mark = owner.new_mark()
         _raise_descriptor_limit()
         self._home, self._binds = _make_home(self._mark)
+        self.filter = None
+        if (calls := seccomp.program(platform.machine())) is not None:
+            path = self._home / "filter"
+            path.write_bytes(calls)
+            path.chmod(0o644)
+            self.filter = str(path)
         if os.geteuid() == 0:
             binary = _copy_binary(binary, self._home)
         atexit.register(self._dispose)
@@ -671,6 +685,8 @@ class BubblewrapBackend:
             limits |= self._groups.controllers
         if _kernel_counts_processes_by_namespace():
             limits.add("pids")
+        if self.filter is not None:
+            limits.add("syscalls")
         return frozenset(limits)
 
     def bwrap_argv(self, spec: SandboxSpec) -> list[str]:
@@ -689,6 +705,8 @@ class BubblewrapBackend:
         ]
         argv += ["--die-with-parent", "--as-pid-1", "--new-session", "--cap-drop", "ALL"]
         argv += ["--hostname", "sandbox", "--clearenv"]
+        if self.filter is not None:
+            argv += ["--seccomp", str(launcher.FILTER)]
         for name, value in {**BASE_ENV, **spec.env}.items():
             argv += ["--setenv", name, value]
         argv += ["--ro-bind", str(self._home / "root"), "/"]
@@ -858,4 +876,7 @@ def _make_root(home: Path) -> list[str]:
     for path in (root, *root.rglob("*")):
         if not path.is_symlink():
             path.chmod(0o755 if path.is_dir() else 0o644)
+    shell = root / driver.BASH.lstrip("/")
+    shutil.copyfile("/usr/bin/bash", shell)
+    shell.chmod(0o111)
     return binds

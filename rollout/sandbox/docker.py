@@ -641,6 +641,8 @@ class DockerBackend:
                 limits.add(limit)
         if spec.profile == "strict":
             limits.add("disk")
+        if any("name=seccomp" in option for option in info.get("SecurityOptions") or ()):
+            limits.add("syscalls")
         return frozenset(limits)
 
     # --- the protocol -------------------------------------------------------------------------
