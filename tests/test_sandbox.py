@@ -7,6 +7,7 @@ same attack is first shown to work outside the sandbox.
 import asyncio
 import contextlib
 import os
+import pwd
 import shutil
 import socket
 import subprocess
@@ -40,6 +41,10 @@ from rollout.sandbox.terminal import Terminal
 
 AT_REST = {"bubblewrap": 1, "docker": 2}
 """Processes below process 1 while nothing runs: the shell, and in a container its parent."""
+
+
+PLAIN_USER = "TRSI_PLAIN_USER"
+"""Names a user to run the suite as; where it can't be run then is a failure."""
 
 
 class Sandboxed:
@@ -988,7 +993,10 @@ def test_the_suite_holds_for_a_plain_user():
 
 def _suite_as_a_plain_user(folder):
     folder.chmod(0o777)
-    user = {"user": 54321, "group": 54321, "extra_groups": []}
+    named = os.environ.get(PLAIN_USER)
+    known = pwd.getpwnam(named) if named else None
+    uid, gid = (known.pw_uid, known.pw_gid) if known else (54321, 54321)
+    user = {"user": uid, "group": gid, "extra_groups": []}
     here = Path(__file__).resolve()
     packages = [path for path in sys.path if path.endswith("site-packages")]
     env = {
@@ -1005,10 +1013,20 @@ def _suite_as_a_plain_user(folder):
             if tried.returncode == 0:
                 break
     else:
-        pytest.skip("a plain user can run no interpreter with these packages")
+        reason = "a plain user can run no interpreter with these packages"
+        if named:
+            pytest.fail(reason)
+        pytest.skip(reason)
     options = ["-q", "-x", "-p", "no:cacheprovider", f"--basetemp={folder}/base"]
     inner = subprocess.run(
-        [python, "-m", "pytest", str(here), *options],
+        [
+            python,
+            "-m",
+            "pytest",
+            str(here),
+            str(here.with_name("test_sandbox_seccomp.py")),
+            *options,
+        ],
         cwd=here.parents[1],
         env=env,
         capture_output=True,
