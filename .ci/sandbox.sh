@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The sandboxes' contract on a real Docker engine and, in bubblewrap, for a user made for it; owners
-# killed at random, KILLS for each backend. Debian's engine runs on a socket, and in folders, of its
+# The sandboxes' contract on a real Docker engine and, in bubblewrap, for a user made for it; tasks
+# with images; owners killed at random, KILLS for each backend. Debian's engine runs on a socket, and in folders, of its
 # own; it makes no bridge and no packet filter, so nothing of the network stays behind. Root only:
 # the engine needs it.
 set -euo pipefail
@@ -48,7 +48,8 @@ done
 "$python" -m tests.docker_image >"$work/image.tar"
 docker import "$work/image.tar" trsi-test >/dev/null
 
-"$python" -m pytest --quiet --numprocesses 2 -m docker tests/test_sandbox.py tests/test_sandbox_docker.py
+"$python" -m pytest --quiet --numprocesses 2 -m docker \
+  tests/test_sandbox.py tests/test_sandbox_docker.py tests/test_harbor_images.py
 useradd --no-create-home "$user"
 TRSI_PLAIN_USER=$user "$python" -m pytest --quiet -k plain_user tests/test_sandbox.py
 for backend in bubblewrap docker; do

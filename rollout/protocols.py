@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rollout.records import FileTree, Task, Trajectory
 
@@ -294,6 +294,34 @@ class SandboxBackend(Protocol):
 
     async def aclose(self) -> None:
         """Close every sandbox of this backend that still lives."""
+        ...
+
+
+@runtime_checkable
+class ImageBackend(Protocol):
+    """A backend whose sandboxes can run on images."""
+
+    async def build(
+        self,
+        context: FileTree,
+        *,
+        dockerfile: str = "Dockerfile",
+        network: str = "none",
+        timeout_s: float = 600.0,
+    ) -> str:
+        """Build a Dockerfile, once for a content; the image's name for `SandboxSpec.image`.
+
+        Raises:
+          SandboxUnavailable: no engine, a base image that is not there, or a build that failed.
+        """
+        ...
+
+    async def workdir_of(self, image: str) -> str:
+        """The working directory that an image names; empty if it names none.
+
+        Raises:
+          SandboxUnavailable: no engine, or the image is not there.
+        """
         ...
 
 

@@ -710,20 +710,53 @@ class DockerBackend:
         self._slots.live.release()
 
     async def build(
-        self, context: FileTree, *, dockerfile: str = "Dockerfile", network: str = "none"
+        self,
+        context: FileTree,
+        *,
+        dockerfile: str = "Dockerfile",
+        network: str = "none",
+        timeout_s: float = 600.0,
     ) -> str:
-        """Build a task's Dockerfile on every engine; the image's name for `SandboxSpec.image`."""
-        for place in self._places:
-            await self._open(place)
+        """Build a Dockerfile on every engine, once for a content; the image's name.
+
+        Args:
+          context: the build context.
+          dockerfile: its path in the context.
+          network: of the build's commands: "none", or "default" to let them fetch.
+          timeout_s: seconds that a command of the build may be silent.
+
+        Raises:
+          ImageNotFound: a base image is not there; nothing is pulled.
+          SandboxUnavailable: no engine, or the build failed.
+        """
+        await self._open_all()
         names = await asyncio.gather(
-            *(p.images.build(context, dockerfile=dockerfile, network=network) for p in self._places)
+            *(
+                place.images.build(
+                    context, dockerfile=dockerfile, network=network, timeout_s=timeout_s
+                )
+                for place in self._places
+            )
         )
         return names[0]
 
-    async def pull(self, name: str) -> None:
-        """Fetch an image to every engine: never done unasked."""
+    async def workdir_of(self, image: str) -> str:
+        """The working directory that an image names; empty if it names none.
+
+        Raises:
+          ImageNotFound: it is not there; nothing is pulled.
+          SandboxUnavailable: no engine.
+        """
+        await self._open_all()
+        return await self._places[0].images.workdir_of(image)
+
+    async def _open_all(self) -> None:
         for place in self._places:
             await self._open(place)
+
+    async def pull(self, name: str) -> None:
+        """Fetch an image to every engine: never done unasked."""
+        await self._open_all()
         await asyncio.gather(*(place.images.pull(name) for place in self._places))
 
     async def aclose(self) -> None:
