@@ -728,10 +728,13 @@ def test_a_terminal_takes_keystrokes_and_shows_its_screen(sandboxed):
         # What is typed before it runs may go without an echo, but not without its answer.
         await terminal.type("cat -n\nhello\n")
         await shows(lambda screen: re.search(r"\n +1 +hello\n", screen))
+        # An interrupt throws away what is typed before the shell has taken it.
         await terminal.press(["C-c"])
+        await shows(lambda screen: screen.rstrip().endswith("$"))
         await terminal.type('echo "open\n')
         await shows(lambda screen: "\n>" in screen)
         await terminal.press(["C-c"])
+        await shows(lambda screen: screen.rstrip().endswith("$"))
         await terminal.type("seq 100; echo $((6 * 7))x $COLUMNS\n")
         await shows(lambda screen: "\n100\n42x 60\nbash" in screen)
         assert "\n1\n2\n3\n" in await terminal.history()
