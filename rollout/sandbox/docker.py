@@ -56,6 +56,7 @@ DOWN_S = 30.0
 DEFAULT_IMAGE = "python:3.12-slim-bookworm"
 SPARE_PIDS = 8
 """Processes of the driver and of a transfer, beside the ones that the spec allows."""
+PODMAN_PROCESSES = 16_384
 OUT, REPORT = 1, 2
 OWNER_LABEL, BOOT_LABEL = "trsi.owner", "trsi.boot"
 _COMPAT_DROPPED = ["NET_RAW", "MKNOD", "AUDIT_WRITE", "SETFCAP"]
@@ -157,15 +158,20 @@ class DockerSandbox:
 
     def _options(self, prepared: Prepared) -> Any:
         spec, client = self._spec, self._engine.client
-        owned = f"uid={UID},gid={UID},mode=755" if self._strict else "mode=777"
+        # Podman knows no owner of a file system in memory: there everybody may write to it.
+        mine = self._strict and not self._engine.podman
+        owned = f"uid={UID},gid={UID},mode=755" if mine else "mode=777"
         size = f"size={spec.disk_mb}m"
         mounts = dict.fromkeys(spec.directories, f"{size},{owned},exec,nosuid,nodev")
         if self._strict:
             mounts[spec.workdir] = f"{size},{owned},exec,nosuid,nodev"
             mounts["/tmp"] = mounts[spec.workdir]
         pids = spec.pids + SPARE_PIDS
-        # Podman can't take over limits that it may not raise: there they are always named.
-        limits = [Ulimit(name="nofile", soft=1024, hard=1024)] if self._engine.podman else None
+        # Podman asks for more than it may give where it may not raise limits: there they are named.
+        # That of processes counts those of all sandboxes on the machine; each has its own in
+        # `pids_limit`.
+        named = (("nofile", 1024), ("nproc", PODMAN_PROCESSES))
+        limits = [Ulimit(name=n, soft=most, hard=most) for n, most in named]
         host = client.create_host_config(
             network_mode="none",
             auto_remove=True,
@@ -179,7 +185,7 @@ class DockerSandbox:
             nano_cpus=round(spec.cpus * 1e9),
             shm_size=spec.disk_mb << 20,
             log_config={"type": "none"},
-            ulimits=limits,
+            ulimits=limits if self._engine.podman else None,
         )
         env = {"LANG": "C.UTF-8", **prepared.env, "TERM": "dumb"}
         if self._hosts is not None:
