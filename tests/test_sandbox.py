@@ -32,7 +32,7 @@ from rollout.protocols import Sandbox, SandboxBackend, SandboxSpec
 from rollout.records import Entry
 from rollout.sandbox import make_backend, owner, probe
 from rollout.sandbox.bubblewrap import BubblewrapBackend
-from rollout.sandbox.cgroups import open_groups
+from rollout.sandbox.cgroups import Groups, open_groups
 from rollout.sandbox.diagnose import explain_start_failure
 from rollout.sandbox.docker import OWNER_LABEL, DockerBackend
 from rollout.sandbox.engine import Engine, default_host
@@ -939,32 +939,105 @@ def test_forbidden_user_namespaces_name_the_switch(tmp_path, switch, value, reme
     assert hint == f"run: sudo sysctl -w {remedy}"
 
 
-def test_version_2_groups_are_made_and_limited(tmp_path, monkeypatch):
-    """A directory tree stands in for the file system: only what is written where is checked."""
-    (tmp_path / "cgroup.controllers").write_text("cpu memory pids\n")
-    monkeypatch.setattr("os.geteuid", lambda: 0)
+@pytest.fixture
+def version_2(tmp_path, monkeypatch):
+    """A directory tree in the place of version 2's file system: what is written where is checked.
+
+    As there, a group is offered what its parent hands down, and is removed with its files.
+    """
+    (tmp_path / "cgroup.controllers").write_text("cpu io memory pids\n")
+    (tmp_path / "cgroup.subtree_control").write_text("cpu io memory pids\n")
     made = Path.mkdir
 
     def mkdir(path: Path, *args: object, **kwargs: object) -> None:
         made(path, *args, **kwargs)
-        for name in ("cgroup.controllers", "cgroup.procs", "memory.swap.max", "memory.events"):
-            (path / name).write_text("cpu memory pids" if name == "cgroup.controllers" else "")
+        if path.is_relative_to(tmp_path):
+            handed = (path.parent / "cgroup.subtree_control").read_text().replace("+", "")
+            (path / "cgroup.controllers").write_text(handed)
+            for name in ("cgroup.subtree_control", "cgroup.procs", "memory.swap.max"):
+                (path / name).write_text("")
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
-    groups = open_groups("trsi-sandbox.1.2.3.ab", 4321, tmp_path)
+    monkeypatch.setattr(Path, "rmdir", shutil.rmtree)
+    return tmp_path
+
+
+MARK = "trsi-sandbox.1.2.3.ab"
+
+
+def test_version_2_groups_are_made_limited_and_removed(version_2, monkeypatch):
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    groups = open_groups(MARK, 4321, version_2)
     assert groups.controllers == {"memory", "pids", "cpu"}
-    base = tmp_path / "trsi-sandbox.1.2.3.ab"
+    base = version_2 / MARK
     assert (base / "launcher/cgroup.procs").read_text() == "4321"
     assert (base / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
+    # A move is slow there: the launcher stays where it is, and a child of it moves.
+    assert groups.leave is None
     slot = groups.slot(0)
     slot.limit(memory_mb=512, pids=64, cpus=1.5)
     assert slot.join == [str(base / "s0/cgroup.procs")]
     read = {
-        name: (base / "s0" / name).read_text() for name in ("memory.max", "pids.max", "cpu.max")
+        name: (base / "s0" / name).read_text()
+        for name in ("memory.max", "memory.swap.max", "pids.max", "cpu.max")
     }
-    assert read == {"memory.max": "536870912", "pids.max": "64", "cpu.max": "150000 100000"}
+    assert read == {
+        "memory.max": "536870912",
+        "memory.swap.max": "0",
+        "pids.max": "64",
+        "cpu.max": "150000 100000",
+    }
     (base / "s0/memory.events").write_text("low 0\noom 3\noom_kill 2\n")
     assert slot.oom_kills() == 2
+    groups.remove()
+    assert not base.exists()
+
+
+def test_version_2_groups_of_a_user_are_made_where_the_administrator_hands_them_down(
+    version_2, monkeypatch
+):
+    """As `systemd-run --user --scope` does: the scope's parent is the user's, without cpu."""
+    slice_ = version_2 / "user.slice/app.slice"
+    slice_.mkdir(parents=True)
+    (slice_ / "cgroup.subtree_control").write_text("memory pids\n")
+    (slice_ / "run-1.scope").mkdir()
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    own = "user.slice/app.slice/run-1.scope"
+    monkeypatch.setattr("rollout.sandbox.cgroups._own_paths", lambda: {"": own})
+    groups = open_groups(MARK, 4321, version_2)
+    assert groups.controllers == {"memory", "pids"}
+    assert (slice_ / MARK / "launcher/cgroup.procs").read_text() == "4321"
+    groups.remove()
+    # Nothing handed down: no limits, and nothing left, nor is the launcher moved.
+    (slice_ / "cgroup.subtree_control").write_text("\n")
+    assert open_groups(MARK, 4321, version_2) is None
+    assert not list(version_2.rglob(MARK))
+    assert not list(version_2.rglob("launcher"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="control groups take root here")
+def test_a_sandbox_whose_starter_moves_by_a_child_has_its_limits(sandboxed, monkeypatch):
+    """How a sandbox enters version 2's groups, tried on the groups of this machine."""
+    if sandboxed.name != "bubblewrap":
+        pytest.skip("a container's engine does that")
+
+    def opened(*arguments: object) -> Groups | None:
+        groups = open_groups(*arguments)
+        if groups is not None:
+            groups.leave = None
+        return groups
+
+    monkeypatch.setattr("rollout.sandbox.cgroups.open_groups", opened)
+
+    async def check(sandbox):
+        if "memory" not in sandbox.enforced:
+            pytest.skip("no control groups here")
+        assert "trsi-sandbox" in Path(f"/proc/{sandbox.pid}/cgroup").read_text()
+        result = await sandbox.exec("python3 -c 'x = bytearray(200_000_000)'")
+        assert result.status == "oom"
+        await assert_usable(sandbox)
+
+    sandboxed(check, SandboxSpec(memory_mb=64))
 
 
 def test_the_reaper_leaves_the_living_and_the_foreign_alone(tmp_path, monkeypatch):

@@ -103,7 +103,9 @@ class Launcher:
             for place, fd in enumerate(self._places(fds)):
                 os.dup2(fd, place)
             if request["filter"] is not None:
-                os.dup2(os.open(request["filter"], os.O_RDONLY | os.O_CLOEXEC), FILTER)
+                os.dup2(os.open(request["filter"], os.O_RDONLY), FILTER)
+                # It may have been opened under this very number.
+                os.set_inheritable(FILTER, True)
             for number in (signal.SIGCHLD, signal.SIGALRM, signal.SIGPIPE):
                 signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
