@@ -55,3 +55,5 @@ TRSI_PLAIN_USER=$user "$python" -m pytest --quiet -k plain_user tests/test_sandb
 for backend in bubblewrap docker; do
   timeout 900 "$python" -m tests.sandbox_kill --backend "$backend" --rounds "$kills"
 done
+# The last: it ends the engine under a command.
+timeout 120 "$python" -m tests.engine_end "$engine"

@@ -39,16 +39,16 @@ from rollout.errors import (
     LimitUnsupported,
     SandboxDead,
     SandboxError,
-    SandboxPoisoned,
     SandboxUnavailable,
     StartTimeout,
     TransferError,
 )
-from rollout.protocols import ExecResult, SandboxSpec
+from rollout.protocols import SandboxSpec
 from rollout.records import FileTree
 from rollout.sandbox import cgroups, driver, files, launcher, owner, processes, seccomp
 from rollout.sandbox.diagnose import explain_start_failure
 from rollout.sandbox.output import Output
+from rollout.sandbox.session import Session
 from rollout.sandbox.slots import Slots
 from rollout.sandbox.spec import check_directories, check_required
 
@@ -101,20 +101,18 @@ def _kernel_counts_processes_by_namespace() -> bool:
     return (int(major), int(minor)) >= (5, 14)
 
 
-class BubblewrapSandbox:
+class BubblewrapSandbox(Session):
     """One sandbox; made by `BubblewrapBackend.start` only."""
 
     def __init__(
         self, backend: BubblewrapBackend, spec: SandboxSpec, slot: int, enforced: frozenset[str]
     ) -> None:
+        super().__init__(spec, enforced)
         self._backend = backend
-        self._spec = spec
         self._slot = slot
-        self._enforced = enforced
         self._uid = backend.uid_of(slot)
         self._group = backend.group_of(slot)
         self._loop = asyncio.get_running_loop()
-        self._lock = asyncio.Lock()
         self._control, self._control_inside = socket.socketpair()
         self._control_fd = self._control.fileno()
         self._control.setblocking(False)
@@ -134,16 +132,6 @@ class BubblewrapSandbox:
         self._event: asyncio.Future[tuple[str, int]] | None = None
         self._launched = False
         self._ready = False
-        self._poisoned = ""
-        self._gone = False
-        self._closed = False
-        self._ooms = 0
-        self._deadline = time.monotonic() + spec.lifetime_s
-
-    @property
-    def enforced(self) -> frozenset[str]:
-        """Limits that really hold."""
-        return self._enforced
 
     @property
     def pid(self) -> int | None:
@@ -228,8 +216,7 @@ class BubblewrapSandbox:
         except ConnectionResetError:
             data, ancillary = b"", []
         if not data:
-            self._gone = True
-            self._settle(SandboxDead(self._why_dead()))
+            self._settle(self._ended())
             return
         sender = 0
         for level, kind, content in ancillary:
@@ -281,12 +268,10 @@ class BubblewrapSandbox:
         else:
             self._event.set_result(outcome)
 
-    def _why_dead(self) -> str:
-        if time.monotonic() >= self._deadline - 1.0:
-            return f"the sandbox ended: its lifetime of {self._spec.lifetime_s:g} s is over"
+    def _ended(self) -> SandboxDead:
         if self._group is not None and self._group.oom_kills() > self._ooms:
-            return "the sandbox ended: it ran out of memory"
-        return "the sandbox ended: its first process is gone"
+            return self._dead("it ran out of memory")
+        return self._dead()
 
     def start_output(self) -> str:
         """What was said on the output pipe, for the report of a failed start."""
@@ -296,56 +281,20 @@ class BubblewrapSandbox:
 
     # --- commands -----------------------------------------------------------------------------
 
-    async def exec(
-        self, command: str, *, timeout_s: float = 10.0, max_output: int = 10_000
-    ) -> ExecResult:
-        """Run one command in the persistent shell; after a time-out none of its processes lives.
+    async def _run(self, command: str, timeout_s: float, output: Output) -> tuple[str, int]:
+        await self._await_ready(RESET_TIMEOUT_S)
+        ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+        self._order(command)
+        self._loop.add_reader(self._output, self._on_output, output)
+        try:
+            status, code = await self._outcome(timeout_s, ticks)
+        finally:
+            self._loop.remove_reader(self._output)
+        self._drain(output)
+        return status, code
 
-        Args:
-          command: bash text; NUL characters are dropped, as a terminal does.
-          timeout_s: seconds until its processes are killed. The shell and its state survive,
-            unless it is the shell itself that does not come back.
-          max_output: bytes of output to keep.
-
-        Returns:
-          The outcome. "shell-exit": the command ended the shell, a new one serves the next.
-
-        Raises:
-          SandboxDead: the sandbox is closed or has ended.
-          SandboxPoisoned: its processes could not be brought under control; close it.
-        """
-        async with self._lock:
-            self._check_usable()
-            output = Output(max_output)
-            begun = time.monotonic()
-            try:
-                await self._await_ready(RESET_TIMEOUT_S)
-                ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
-                self._order(command)
-                self._loop.add_reader(self._output, self._on_output, output)
-                try:
-                    status, code = await self._outcome(timeout_s, ticks)
-                finally:
-                    self._loop.remove_reader(self._output)
-            except TimeoutError:
-                self._poisoned = "its shell does not come back"
-            except asyncio.CancelledError:
-                self._poisoned = "a command was abandoned"
-                raise
-            if self._poisoned:
-                raise SandboxPoisoned(f"the sandbox cannot be used any more: {self._poisoned}")
-            self._drain(output)
-            if code == 137 and status != "timeout" and self._group is not None:
-                ooms = self._group.oom_kills()
-                status, self._ooms = ("oom" if ooms > self._ooms else status), ooms
-            return ExecResult(
-                exit_code=None if status == "timeout" else code,
-                output=output.value(),
-                status=status,
-                truncated=output.truncated,
-                total_bytes=output.total,
-                duration_s=time.monotonic() - begun,
-            )
+    async def _oom_kills(self) -> int:
+        return 0 if self._group is None else self._group.oom_kills()
 
     def _check_open(self) -> None:
         if self._closed or not self._roots:
@@ -358,13 +307,6 @@ class BubblewrapSandbox:
             raise TransferError(f"{path!r} is none of the sandbox's {', '.join(self._roots)}")
         return self._roots[path]
 
-    def _check_usable(self) -> None:
-        self._check_open()
-        if self._gone:
-            raise SandboxDead(self._why_dead())
-        if self._poisoned:
-            raise SandboxPoisoned(f"the sandbox cannot be used any more: {self._poisoned}")
-
     def _order(self, command: str) -> None:
         text = command.replace("\0", "").encode("utf-8", "replace")
         os.pwrite(self._command, text, 0)
@@ -372,8 +314,7 @@ class BubblewrapSandbox:
         try:
             self._control.send(b"\n")
         except OSError as error:
-            self._gone = True
-            raise SandboxDead(self._why_dead()) from error
+            raise self._ended() from error
 
     async def _outcome(self, timeout_s: float, ticks: int) -> tuple[str, int]:
         try:
@@ -455,12 +396,7 @@ class BubblewrapSandbox:
         links: Mapping[str, str] | None = None,
         below: str | None = None,
     ) -> None:
-        """Write files, and symlinks last, making parents. Never follows links.
-
-        Raises:
-          TransferError: for a name that leads out, or a place that cannot be written to.
-          SandboxDead: the sandbox is closed.
-        """
+        """As `rollout.protocols.Sandbox.put_files`."""
         self._check_usable()
         root = self._root(below)
         with files.acting_as(self._uid):
@@ -469,24 +405,14 @@ class BubblewrapSandbox:
     async def get_file(
         self, path: str, *, max_bytes: int = 1_000_000, below: str | None = None
     ) -> bytes:
-        """Read one regular file. Never follows links.
-
-        Raises:
-          TransferError: if there is none, or it is larger than `max_bytes`.
-          SandboxDead: the sandbox is closed.
-        """
+        """As `rollout.protocols.Sandbox.get_file`."""
         self._check_open()
         root = self._root(below)
         with files.acting_as(self._uid):
             return files.read_file(root, path, max_bytes)
 
     async def snapshot(self, *, max_bytes: int = 16_000_000, below: str | None = None) -> FileTree:
-        """Kill every process of the sandbox, then read a directory. Ends the shell.
-
-        Raises:
-          TransferError: the directory is beyond the bounds.
-          SandboxDead: the sandbox is closed.
-        """
+        """As `rollout.protocols.Sandbox.snapshot`."""
         self._check_open()
         root = self._root(below)
         await self._kill()
@@ -497,7 +423,7 @@ class BubblewrapSandbox:
 
     async def _kill(self) -> None:
         """End process 1 and with it its namespace; return when the kernel says that it is gone."""
-        self._gone = True
+        self._gone = self._gone or "the sandbox's processes were ended"
         if self._init_fd is None:
             await self._kill_unready()
             return

@@ -35,13 +35,14 @@ from rollout.errors import (
     StartTimeout,
     TransferError,
 )
-from rollout.protocols import ExecResult, SandboxSpec
+from rollout.protocols import SandboxSpec
 from rollout.records import FileTree
 from rollout.sandbox import archive, container_driver, egress, owner
 from rollout.sandbox.engine import Engine, Stream, default_host
 from rollout.sandbox.files import MAX_ENTRIES, parts_of
 from rollout.sandbox.images import KIND_LABEL, UID, Images, Prepared
 from rollout.sandbox.output import Output
+from rollout.sandbox.session import Session
 from rollout.sandbox.slots import Slots
 from rollout.sandbox.spec import check_directories, check_required
 
@@ -67,19 +68,17 @@ def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-class DockerSandbox:
+class DockerSandbox(Session):
     """One container; made by `DockerBackend.start` only."""
 
     def __init__(
         self, backend: DockerBackend, place: _Place, spec: SandboxSpec, enforced: frozenset[str]
     ) -> None:
+        super().__init__(spec, enforced)
         self._backend = backend
         self._place = place
         self._engine = place.engine
-        self._spec = spec
-        self._enforced = enforced
         self._strict = spec.profile == "strict"
-        self._lock = asyncio.Lock()
         self._transfer = asyncio.Lock()
         self._secret = secrets.token_hex(16)
         self._id: str | None = None
@@ -87,20 +86,10 @@ class DockerSandbox:
         self._reports = b""
         self._early = bytearray()
         self._unclaimed: list[tuple[str, str, int]] = []
-        self._poisoned = ""
-        self._gone = ""
         self._final = False
-        self._closed = False
         self._closing: asyncio.Task[None] | None = None
-        self._ooms = 0
         self._hosts = egress.allowed_hosts(spec.network)
         self._egress: egress.Egress | None = None
-        self._deadline = time.monotonic() + spec.lifetime_s
-
-    @property
-    def enforced(self) -> frozenset[str]:
-        """Limits that really hold."""
-        return self._enforced
 
     @property
     def container_id(self) -> str | None:
@@ -140,8 +129,7 @@ class DockerSandbox:
         await self._ping(START_TIMEOUT_S)
         if self._hosts is not None:
             await self._open_egress(self._hosts)
-        if "memory" in self._enforced:
-            self._ooms = await self._ask("o")
+        self._ooms = await self._oom_kills()
 
     async def _open_egress(self, hosts: tuple[str, ...]) -> None:
         """Let the sandbox reach some hosts, through this process alone."""
@@ -208,6 +196,8 @@ class DockerSandbox:
             working_dir=spec.workdir,
             labels={**self._backend.labels, KIND_LABEL: "sandbox"},
             healthcheck={"test": ["NONE"]},
+            # Process 1 hears no signal but this one; an engine that stops need not wait for it.
+            stop_signal="SIGKILL",
             host_config=host,
         )
 
@@ -259,14 +249,6 @@ class DockerSandbox:
             raise self._dead()
         return found
 
-    def _dead(self) -> SandboxDead:
-        if not self._gone:
-            self._gone = "the sandbox ended: its first process is gone"
-            if time.monotonic() >= self._deadline - 1.5:
-                lifetime = self._spec.lifetime_s
-                self._gone = f"the sandbox ended: its lifetime of {lifetime:g} s is over"
-        return SandboxDead(self._gone)
-
     async def _ask(
         self, verb: str, output: Output | None = None, timeout_s: float = REPLY_TIMEOUT_S
     ) -> int:
@@ -315,53 +297,17 @@ class DockerSandbox:
 
     # --- commands -----------------------------------------------------------------------------
 
-    async def exec(
-        self, command: str, *, timeout_s: float = 10.0, max_output: int = 10_000
-    ) -> ExecResult:
-        """Run one command in the persistent shell; after a time-out none of its processes lives.
-
-        Args:
-          command: bash text; NUL characters are dropped, as a terminal does.
-          timeout_s: seconds until its processes are killed. The shell and its state survive,
-            unless it is the shell itself that does not come back.
-          max_output: bytes of output to keep.
-
-        Returns:
-          The outcome. "shell-exit": the command ended the shell, a new one serves the next.
-
-        Raises:
-          SandboxDead: the sandbox is closed or has ended.
-          SandboxPoisoned: its processes could not be brought under control; close it.
-        """
-        async with self._lock:
-            self._check_usable()
-            output = Output(max_output)
-            output.add(bytes(self._early))
-            self._early.clear()
-            begun = time.monotonic()
-            try:
-                status, code = await self._run(command, timeout_s, output)
-                await self._flush(output, time.monotonic() + REPLY_TIMEOUT_S)
-                if code == 137 and status != "timeout" and "memory" in self._enforced:
-                    ooms = await self._ask("o")
-                    status, self._ooms = ("oom" if ooms > self._ooms else status), ooms
-            except TimeoutError:
-                self._poisoned = "its shell does not come back"
-            except asyncio.CancelledError:
-                self._poisoned = "a command was abandoned"
-                raise
-            if self._poisoned:
-                raise SandboxPoisoned(f"the sandbox cannot be used any more: {self._poisoned}")
-            return ExecResult(
-                exit_code=None if status == "timeout" else code,
-                output=output.value(),
-                status=status,
-                truncated=output.truncated,
-                total_bytes=output.total,
-                duration_s=time.monotonic() - begun,
-            )
-
     async def _run(self, command: str, timeout_s: float, output: Output) -> tuple[str, int]:
+        output.add(bytes(self._early))
+        self._early.clear()
+        ended = await self._settle(command, timeout_s, output)
+        await self._flush(output, time.monotonic() + REPLY_TIMEOUT_S)
+        return ended
+
+    async def _oom_kills(self) -> int:
+        return await self._ask("o") if "memory" in self._enforced else 0
+
+    async def _settle(self, command: str, timeout_s: float, output: Output) -> tuple[str, int]:
         tag = secrets.token_hex(8)
         self._unclaimed.clear()
         await self._send("r", tag, command)
@@ -395,15 +341,6 @@ class DockerSandbox:
     def _check_open(self) -> None:
         if self._closed or self._stream is None:
             raise SandboxDead("the sandbox is closed")
-
-    def _check_usable(self) -> None:
-        self._check_open()
-        if self._gone:
-            raise SandboxDead(self._gone)
-        if self._final:
-            raise SandboxDead("the sandbox's processes were ended")
-        if self._poisoned:
-            raise SandboxPoisoned(f"the sandbox cannot be used any more: {self._poisoned}")
 
     # --- files --------------------------------------------------------------------------------
 
@@ -464,12 +401,7 @@ class DockerSandbox:
         links: Mapping[str, str] | None = None,
         below: str | None = None,
     ) -> None:
-        """Write files, and symlinks last, making parents. Never follows links.
-
-        Raises:
-          TransferError: for a name that leads out, or a place that cannot be written to.
-          SandboxDead: the sandbox is closed or has ended.
-        """
+        """As `rollout.protocols.Sandbox.put_files`."""
         self._check_usable()
         folder = self._folder(below)
         directories = list(directories)
@@ -488,12 +420,7 @@ class DockerSandbox:
     async def get_file(
         self, path: str, *, max_bytes: int = 1_000_000, below: str | None = None
     ) -> bytes:
-        """Read one regular file. Never follows links.
-
-        Raises:
-          TransferError: if there is none, or it is larger than `max_bytes`.
-          SandboxDead: the sandbox is closed or has ended.
-        """
+        """As `rollout.protocols.Sandbox.get_file`."""
         self._check_open()
         folder = self._folder(below)
         name = "/".join(parts_of(path))
@@ -504,13 +431,7 @@ class DockerSandbox:
             raise TransferError(f"cannot read {path!r}: {error}") from error
 
     async def snapshot(self, *, max_bytes: int = 16_000_000, below: str | None = None) -> FileTree:
-        """Kill every process of the sandbox, then read a directory. Ends the shell.
-
-        Raises:
-          TransferError: the directory is beyond the bounds.
-          SandboxDead: the sandbox is closed or has ended.
-          SandboxPoisoned: a process could not be ended.
-        """
+        """As `rollout.protocols.Sandbox.snapshot`."""
         self._check_open()
         folder = self._folder(below)
         async with self._lock:
@@ -522,6 +443,7 @@ class DockerSandbox:
                 if left:
                     raise SandboxPoisoned("a process survived SIGKILL")
                 self._final = True
+                self._gone = "the sandbox's processes were ended"
         try:
             data = await self._script(
                 container_driver.script(container_driver.SNAPSHOT, folder),
