@@ -146,9 +146,10 @@ class DockerSandbox(Session):
 
     def _options(self, prepared: Prepared) -> Any:
         spec, client = self._spec, self._engine.client
-        # Podman knows no owner of a file system in memory: there everybody may write to it.
-        mine = self._strict and not self._engine.podman
-        owned = f"uid={UID},gid={UID},mode=755" if mine else "mode=777"
+        owned = f"uid={UID},gid={UID},mode=755" if self._strict else "mode=777"
+        if self._engine.podman:
+            # It knows no owner of a file system in memory, and by itself fills it from the image.
+            owned = "mode=777,notmpcopyup"
         size = f"size={spec.disk_mb}m"
         mounts = dict.fromkeys(spec.directories, f"{size},{owned},exec,nosuid,nodev")
         if self._strict:

@@ -226,6 +226,10 @@ class Images:
                     known += b"\n"
                 if f"{USER}:" not in known.decode("utf-8", "replace"):
                     add(path, known + line.encode(), 0o644)
+            if workdir and self._engine.podman:
+                # A file system in memory gets the mode of what it is mounted on, and root as owner.
+                for path in (workdir, "/tmp"):
+                    add(path, b"", 0o777, tarfile.DIRTYPE)
             content = self._workdir(container, workdir) if workdir else b""
             if content:
                 add(container_driver.WORKDIR_TAR, content, 0o644)
