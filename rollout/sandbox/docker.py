@@ -19,6 +19,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,9 @@ class DockerSandbox(Session):
         if self._strict:
             mounts[spec.workdir] = f"{size},{owned},exec,nosuid,nodev"
             mounts["/tmp"] = mounts[spec.workdir]
+            if self._engine.podman:
+                # It would make them writable, and without a size.
+                mounts |= dict.fromkeys(("/run", "/var/tmp"), "ro,size=4k,mode=555,notmpcopyup")
         pids = spec.pids + SPARE_PIDS
         # Podman asks for more than it may give where it may not raise limits: there they are named.
         # That of processes counts those of all sandboxes on the machine; each has its own in
@@ -487,18 +491,19 @@ def _remove(client: docker.APIClient, container: str) -> None:
     """Remove a container and wait until the engine knows of none. Blocks."""
     deadline = time.monotonic() + CLOSE_TIMEOUT_S
     while time.monotonic() < deadline:
-        try:
-            client.remove_container(container, force=True, v=True)
-        except NotFound:
-            return
-        except APIError as error:
-            # It is being removed already, by the engine itself.
-            if error.status_code not in (409, 500):
-                raise
-        try:
-            client.inspect_container(container)
-        except NotFound:
-            return
+        remove = partial(client.remove_container, force=True, v=True)
+        for ask in (remove, client.inspect_container):
+            try:
+                ask(container)
+            except NotFound:
+                return
+            except APIError as error:
+                # Podman, of one that goes in this very moment.
+                if "no such container" in str(error.explanation):
+                    return
+                # It is being removed already, by the engine itself.
+                if error.status_code not in (409, 500):
+                    raise
         time.sleep(0.01)
     raise SandboxError(f"container {container[:12]} could not be removed")
 
@@ -570,7 +575,9 @@ class DockerBackend:
                 limits.add(limit)
         if spec.profile == "strict":
             limits.add("disk")
-        if any("name=seccomp" in option for option in info.get("SecurityOptions") or ()):
+        filtered = any("name=seccomp" in option for option in info.get("SecurityOptions") or ())
+        # That of Podman lets programs make user namespaces of their own.
+        if filtered and not place.engine.podman:
             limits.add("syscalls")
         return frozenset(limits)
 
