@@ -129,6 +129,13 @@ def test_nothing_but_the_working_directory_reaches_the_verifier(tmp_path, image)
 
 
 @pytest.mark.docker
+def test_a_program_that_outlives_the_tests_leaves_no_verdict(tmp_path, image):
+    lives = {"tests/test.sh": TESTS + "setsid sleep 99 >/dev/null 2>&1 &\n"}
+    checked = gates(task(tmp_path / "t", image, lives), "docker")
+    assert (checked.state, "outlived the tests" in checked.reason) == ("faulty", True)
+
+
+@pytest.mark.docker
 def test_what_the_engine_does_not_have_is_refused_by_name(tmp_path, image):
     missing = gates(task(tmp_path / "a", "trsi-none:1"), "docker")
     assert missing.state == "unsupported"
