@@ -51,7 +51,19 @@ docker import "$work/image.tar" trsi-test >/dev/null
 "$python" -m pytest --quiet --numprocesses 2 -m docker \
   tests/test_sandbox.py tests/test_sandbox_docker.py tests/test_harbor_images.py
 useradd --no-create-home "$user"
-TRSI_PLAIN_USER=$user "$python" -m pytest --quiet -k plain_user tests/test_sandbox.py
+# Of root's folder, which is closed, the user sees the checkout and the interpreter, if they are there.
+seen=("$PWD" $("$python" -c 'import sys; print(sys.prefix, sys.base_prefix)'))
+TRSI_PLAIN_USER=$user unshare --mount bash -euc '
+  aside=$1 python=$2; shift 2
+  mkdir -m 700 "$aside"
+  mount --rbind /root "$aside"
+  mount -t tmpfs -o mode=755 none /root
+  for path; do
+    case $path in /root/*) mkdir -p "$path"; mount --rbind "$aside${path#/root}" "$path" ;; esac
+  done
+  cd "$1"
+  "$python" -m pytest --quiet -k plain_user tests/test_sandbox.py
+' bash "$work/aside" "$python" "${seen[@]}"
 for backend in bubblewrap docker; do
   timeout 900 "$python" -m tests.sandbox_kill --backend "$backend" --rounds "$kills"
 done
