@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -1063,6 +1064,17 @@ def test_the_reaper_leaves_the_living_and_the_foreign_alone(tmp_path, monkeypatc
         "other",
         link.name,
     }
+
+
+def test_owners_may_clean_up_after_a_dead_one_together(tmp_path, monkeypatch):
+    monkeypatch.setattr("rollout.sandbox.owner.homes", lambda: [tmp_path])
+    prefix, namespace, pid, started, _ = owner.new_mark().split(".")
+    for n in range(300):
+        (tmp_path / f"{prefix}.{namespace}.{pid}.{int(started) + 1}.{n:04x}").mkdir()
+    with ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(owner.reap, []) for _ in range(4)]
+    assert sum(reaping.result() for reaping in found) >= 300
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the suite already runs as a plain user")
