@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The sandboxes' contract on a real Docker engine and, in bubblewrap, for a user made for it; tasks
-# with images; owners killed at random, KILLS for each backend. Debian's engine runs on a socket, and in folders, of its
-# own; it makes no bridge and no packet filter, so nothing of the network stays behind. Root only:
-# the engine needs it.
+# with images; owners killed at random, KILLS for each backend. Debian's engine runs on a socket, and
+# in folders, of its own; it makes no bridge and no packet filter, so nothing of the network stays
+# behind. Root only: the engine needs it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
