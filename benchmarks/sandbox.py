@@ -175,12 +175,18 @@ def table(rows: dict[str, dict[str, list[float]]]) -> None:
             )
 
 
+def load() -> str:
+    """How busy the machine was over 1, 5 and 15 minutes."""
+    return "load " + " ".join(f"{load:.2f}" for load in os.getloadavg())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--episodes", type=int, default=200)
     parser.add_argument("--at-once", type=int, nargs="*", default=[1, 16, 128])
     options = parser.parse_args()
+    print(load(), f"{os.cpu_count()} cores")
     rows = {"bubblewrap": asyncio.run(latencies("bubblewrap", options.repeats))}
     image = os.environ.get("TRSI_DOCKER_IMAGE", "")
     try:
@@ -194,6 +200,7 @@ def main() -> None:
     asyncio.run(many(64))
     for at_once in options.at_once:
         asyncio.run(measure(max(options.episodes, at_once), at_once))
+    print(load())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rollout.records import FileTree, Task, Trajectory
 
@@ -232,7 +232,7 @@ class Sandbox(Protocol):
 
     @property
     def enforced(self) -> frozenset[str]:
-        """Limits that really hold: of "network", "memory", "pids", "cpu", "disk", "lifetime"."""
+        """What really holds: of network, memory, pids, cpu, disk, lifetime, syscalls."""
         ...
 
     async def exec(
@@ -240,8 +240,18 @@ class Sandbox(Protocol):
     ) -> ExecResult:
         """Run one command in the persistent shell; after a time-out none of its processes lives.
 
+        Args:
+          command: bash text; NUL characters are dropped, as a terminal does.
+          timeout_s: seconds until its processes are killed. The shell and its state survive,
+            unless it is the shell itself that does not come back.
+          max_output: bytes of output to keep.
+
+        Returns:
+          The outcome. "shell-exit": the command ended the shell, a new one serves the next.
+
         Raises:
-          SandboxDead, SandboxPoisoned: infrastructure faults.
+          SandboxDead: the sandbox is closed or has ended.
+          SandboxPoisoned: its processes could not be brought under control; close it.
         """
         ...
 
@@ -258,17 +268,32 @@ class Sandbox(Protocol):
 
         `below` is the working directory or one of the spec's `directories`, here and in what
         follows; None is the working directory.
+
+        Raises:
+          TransferError: for a name that leads out, or a place that cannot be written to.
+          SandboxDead: the sandbox is closed or has ended.
         """
         ...
 
     async def get_file(
         self, path: str, *, max_bytes: int = 1_000_000, below: str | None = None
     ) -> bytes:
-        """Read one regular file. Never follows links."""
+        """Read one regular file. Never follows links.
+
+        Raises:
+          TransferError: if there is none, or it is larger than `max_bytes`.
+          SandboxDead: the sandbox is closed.
+        """
         ...
 
     async def snapshot(self, *, max_bytes: int = 16_000_000, below: str | None = None) -> FileTree:
-        """Kill every process of the agent, then read a directory. Ends the shell."""
+        """Kill every process of the agent, then read a directory. Ends the shell.
+
+        Raises:
+          TransferError: the directory is beyond the bounds.
+          SandboxDead: the sandbox is closed.
+          SandboxPoisoned: a process could not be ended.
+        """
         ...
 
     async def close(self) -> None:
@@ -294,6 +319,34 @@ class SandboxBackend(Protocol):
 
     async def aclose(self) -> None:
         """Close every sandbox of this backend that still lives."""
+        ...
+
+
+@runtime_checkable
+class ImageBackend(Protocol):
+    """A backend whose sandboxes can run on images."""
+
+    async def build(
+        self,
+        context: FileTree,
+        *,
+        dockerfile: str = "Dockerfile",
+        network: str = "none",
+        timeout_s: float = 600.0,
+    ) -> str:
+        """Build a Dockerfile, once for a content; the image's name for `SandboxSpec.image`.
+
+        Raises:
+          SandboxUnavailable: no engine, a base image that is not there, or a build that failed.
+        """
+        ...
+
+    async def workdir_of(self, image: str) -> str:
+        """The working directory that an image names; empty if it names none.
+
+        Raises:
+          SandboxUnavailable: no engine, or the image is not there.
+        """
         ...
 
 

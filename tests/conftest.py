@@ -27,7 +27,7 @@ def _why_no_engine() -> str:
         engine.connect()
         image = os.environ.get(IMAGE_VARIABLE, "")
         if not image:
-            return f"{IMAGE_VARIABLE} names no image; bash .ci/unproven/sandbox.sh makes one"
+            return f"{IMAGE_VARIABLE} names no image; bash .ci/sandbox.sh makes one"
         engine.run(engine.client.inspect_image, image)
     except SandboxError as error:
         return str(error)

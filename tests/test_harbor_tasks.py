@@ -317,6 +317,22 @@ def test_images_services_and_steps_of_a_build_are_refused_by_name(tmp_path):
     assert "docker_image = 'example/task:1' (no images here" in refusal(foreign, offline=True)
 
 
+def test_where_there_are_images_a_task_is_planned_on_its_own(tmp_path):
+    named = plan(read_task(write(tmp_path / "n", {"task.toml": OLD})), offline=True, images=True)
+    assert (named.image, named.dockerfile, named.workdir) == ("example/task:1", None, "")
+    built = TOML.replace('userland = "host"\n', "") + "storage_mb = 10240\nworkdir = '/w'\n"
+    task = read_task(write(tmp_path / "b", {"task.toml": built}))
+    found = plan(task, images=True)
+    assert (found.image, found.files, found.workdir) == (None, {}, "/w")
+    assert found.dockerfile["Dockerfile"].data == b"FROM debian:12\nWORKDIR /app\n"
+    # The container's own disk has no bound; what is mounted beside it has.
+    assert found.disk_mb == 1024
+    # One that the host serves needs none.
+    host = plan(read_task(write(tmp_path / "h")), images=True)
+    assert (host.image, host.dockerfile, host.workdir) == (None, None, "/app")
+    assert host.spec({}, 1.0).profile == "strict"
+
+
 def test_a_dockerfile_of_files_is_done_as_docker_would(tmp_path):
     root = write(
         tmp_path / "t",

@@ -2,7 +2,8 @@
 
 A sandbox sees the host's /usr read-only, a generated /etc, and working and temporary directories
 on file systems of their own with a size. It has namespaces of its own for users, processes, mounts,
-network, host name and IPC, no capabilities, no way to gain some, and an empty environment.
+network, host name and IPC, no capabilities, no way to gain some, an empty environment, and a filter
+before the system calls that none of this holds back (`rollout.sandbox.seccomp`).
 The kernel is shared with the host: this is no virtual machine.
 
 The host talks to it over one socket and one pipe (`rollout.sandbox.driver`), and reaches its files
@@ -38,16 +39,16 @@ from rollout.errors import (
     LimitUnsupported,
     SandboxDead,
     SandboxError,
-    SandboxPoisoned,
     SandboxUnavailable,
     StartTimeout,
     TransferError,
 )
-from rollout.protocols import ExecResult, SandboxSpec
+from rollout.protocols import SandboxSpec
 from rollout.records import FileTree
-from rollout.sandbox import cgroups, driver, files, owner, processes
+from rollout.sandbox import cgroups, driver, files, launcher, owner, processes, seccomp
 from rollout.sandbox.diagnose import explain_start_failure
 from rollout.sandbox.output import Output
+from rollout.sandbox.session import Session
 from rollout.sandbox.slots import Slots
 from rollout.sandbox.spec import check_directories, check_required
 
@@ -100,20 +101,18 @@ def _kernel_counts_processes_by_namespace() -> bool:
     return (int(major), int(minor)) >= (5, 14)
 
 
-class BubblewrapSandbox:
+class BubblewrapSandbox(Session):
     """One sandbox; made by `BubblewrapBackend.start` only."""
 
     def __init__(
         self, backend: BubblewrapBackend, spec: SandboxSpec, slot: int, enforced: frozenset[str]
     ) -> None:
+        super().__init__(spec, enforced)
         self._backend = backend
-        self._spec = spec
         self._slot = slot
-        self._enforced = enforced
         self._uid = backend.uid_of(slot)
         self._group = backend.group_of(slot)
         self._loop = asyncio.get_running_loop()
-        self._lock = asyncio.Lock()
         self._control, self._control_inside = socket.socketpair()
         self._control_fd = self._control.fileno()
         self._control.setblocking(False)
@@ -133,16 +132,6 @@ class BubblewrapSandbox:
         self._event: asyncio.Future[tuple[str, int]] | None = None
         self._launched = False
         self._ready = False
-        self._poisoned = ""
-        self._gone = False
-        self._closed = False
-        self._ooms = 0
-        self._deadline = time.monotonic() + spec.lifetime_s
-
-    @property
-    def enforced(self) -> frozenset[str]:
-        """Limits that really hold."""
-        return self._enforced
 
     @property
     def pid(self) -> int | None:
@@ -164,6 +153,7 @@ class BubblewrapSandbox:
             "uid": self._uid,
             "join": join,
             "leave": self._backend.leave(),
+            "filter": self._backend.filter,
             "lifetime_s": self._spec.lifetime_s,
         }
         assert self._output_inside is not None
@@ -226,8 +216,7 @@ class BubblewrapSandbox:
         except ConnectionResetError:
             data, ancillary = b"", []
         if not data:
-            self._gone = True
-            self._settle(SandboxDead(self._why_dead()))
+            self._settle(self._ended())
             return
         sender = 0
         for level, kind, content in ancillary:
@@ -265,6 +254,8 @@ class BubblewrapSandbox:
             return
         if processes.inner_pid(self._candidate) == self._announced:
             self._shell = self._candidate
+            if self._uid is not None:
+                processes.offer_for_memory(self._shell)
             self._ready = True
             self._candidate = self._announced = None
             self._settle(("r", 0))
@@ -277,12 +268,10 @@ class BubblewrapSandbox:
         else:
             self._event.set_result(outcome)
 
-    def _why_dead(self) -> str:
-        if time.monotonic() >= self._deadline - 1.0:
-            return f"the sandbox ended: its lifetime of {self._spec.lifetime_s:g} s is over"
+    def _ended(self) -> SandboxDead:
         if self._group is not None and self._group.oom_kills() > self._ooms:
-            return "the sandbox ended: it ran out of memory"
-        return "the sandbox ended: its first process is gone"
+            return self._dead("it ran out of memory")
+        return self._dead()
 
     def start_output(self) -> str:
         """What was said on the output pipe, for the report of a failed start."""
@@ -292,56 +281,20 @@ class BubblewrapSandbox:
 
     # --- commands -----------------------------------------------------------------------------
 
-    async def exec(
-        self, command: str, *, timeout_s: float = 10.0, max_output: int = 10_000
-    ) -> ExecResult:
-        """Run one command in the persistent shell; after a time-out none of its processes lives.
+    async def _run(self, command: str, timeout_s: float, output: Output) -> tuple[str, int]:
+        await self._await_ready(RESET_TIMEOUT_S)
+        ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+        self._order(command)
+        self._loop.add_reader(self._output, self._on_output, output)
+        try:
+            status, code = await self._outcome(timeout_s, ticks)
+        finally:
+            self._loop.remove_reader(self._output)
+        self._drain(output)
+        return status, code
 
-        Args:
-          command: bash text; NUL characters are dropped, as a terminal does.
-          timeout_s: seconds until its processes are killed. The shell and its state survive,
-            unless it is the shell itself that does not come back.
-          max_output: bytes of output to keep.
-
-        Returns:
-          The outcome. "shell-exit": the command ended the shell, a new one serves the next.
-
-        Raises:
-          SandboxDead: the sandbox is closed or has ended.
-          SandboxPoisoned: its processes could not be brought under control; close it.
-        """
-        async with self._lock:
-            self._check_usable()
-            output = Output(max_output)
-            begun = time.monotonic()
-            try:
-                await self._await_ready(RESET_TIMEOUT_S)
-                ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
-                self._order(command)
-                self._loop.add_reader(self._output, self._on_output, output)
-                try:
-                    status, code = await self._outcome(timeout_s, ticks)
-                finally:
-                    self._loop.remove_reader(self._output)
-            except TimeoutError:
-                self._poisoned = "its shell does not come back"
-            except asyncio.CancelledError:
-                self._poisoned = "a command was abandoned"
-                raise
-            if self._poisoned:
-                raise SandboxPoisoned(f"the sandbox cannot be used any more: {self._poisoned}")
-            self._drain(output)
-            if code == 137 and status != "timeout" and self._group is not None:
-                ooms = self._group.oom_kills()
-                status, self._ooms = ("oom" if ooms > self._ooms else status), ooms
-            return ExecResult(
-                exit_code=None if status == "timeout" else code,
-                output=output.value(),
-                status=status,
-                truncated=output.truncated,
-                total_bytes=output.total,
-                duration_s=time.monotonic() - begun,
-            )
+    async def _oom_kills(self) -> int:
+        return 0 if self._group is None else self._group.oom_kills()
 
     def _check_open(self) -> None:
         if self._closed or not self._roots:
@@ -354,13 +307,6 @@ class BubblewrapSandbox:
             raise TransferError(f"{path!r} is none of the sandbox's {', '.join(self._roots)}")
         return self._roots[path]
 
-    def _check_usable(self) -> None:
-        self._check_open()
-        if self._gone:
-            raise SandboxDead(self._why_dead())
-        if self._poisoned:
-            raise SandboxPoisoned(f"the sandbox cannot be used any more: {self._poisoned}")
-
     def _order(self, command: str) -> None:
         text = command.replace("\0", "").encode("utf-8", "replace")
         os.pwrite(self._command, text, 0)
@@ -368,8 +314,7 @@ class BubblewrapSandbox:
         try:
             self._control.send(b"\n")
         except OSError as error:
-            self._gone = True
-            raise SandboxDead(self._why_dead()) from error
+            raise self._ended() from error
 
     async def _outcome(self, timeout_s: float, ticks: int) -> tuple[str, int]:
         try:
@@ -451,12 +396,7 @@ class BubblewrapSandbox:
         links: Mapping[str, str] | None = None,
         below: str | None = None,
     ) -> None:
-        """Write files, and symlinks last, making parents. Never follows links.
-
-        Raises:
-          TransferError: for a name that leads out, or a place that cannot be written to.
-          SandboxDead: the sandbox is closed.
-        """
+        """As `rollout.protocols.Sandbox.put_files`."""
         self._check_usable()
         root = self._root(below)
         with files.acting_as(self._uid):
@@ -465,24 +405,14 @@ class BubblewrapSandbox:
     async def get_file(
         self, path: str, *, max_bytes: int = 1_000_000, below: str | None = None
     ) -> bytes:
-        """Read one regular file. Never follows links.
-
-        Raises:
-          TransferError: if there is none, or it is larger than `max_bytes`.
-          SandboxDead: the sandbox is closed.
-        """
+        """As `rollout.protocols.Sandbox.get_file`."""
         self._check_open()
         root = self._root(below)
         with files.acting_as(self._uid):
             return files.read_file(root, path, max_bytes)
 
     async def snapshot(self, *, max_bytes: int = 16_000_000, below: str | None = None) -> FileTree:
-        """Kill every process of the sandbox, then read a directory. Ends the shell.
-
-        Raises:
-          TransferError: the directory is beyond the bounds.
-          SandboxDead: the sandbox is closed.
-        """
+        """As `rollout.protocols.Sandbox.snapshot`."""
         self._check_open()
         root = self._root(below)
         await self._kill()
@@ -493,7 +423,7 @@ class BubblewrapSandbox:
 
     async def _kill(self) -> None:
         """End process 1 and with it its namespace; return when the kernel says that it is gone."""
-        self._gone = True
+        self._gone = self._gone or "the sandbox's processes were ended"
         if self._init_fd is None:
             await self._kill_unready()
             return
@@ -557,6 +487,9 @@ class BubblewrapBackend:
 
     Args:
       slots: how many may live and start.
+
+    Attributes:
+      filter: file with the filter of system calls; None where there is none for this machine.
     """
 
     def __init__(self, *, slots: Slots | None = None) -> None:
@@ -570,6 +503,7 @@ class BubblewrapBackend:
         self._mark = ""
         self._groups: cgroups.Groups | None = None
         self._home: Path | None = None
+        self.filter: str | None = None
         self._launcher: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
@@ -603,6 +537,12 @@ class BubblewrapBackend:
         self._mark = owner.new_mark()
         _raise_descriptor_limit()
         self._home, self._binds = _make_home(self._mark)
+        self.filter = None
+        if (calls := seccomp.program(platform.machine())) is not None:
+            path = self._home / "filter"
+            path.write_bytes(calls)
+            path.chmod(0o644)
+            self.filter = str(path)
         if os.geteuid() == 0:
             binary = _copy_binary(binary, self._home)
         atexit.register(self._dispose)
@@ -671,6 +611,8 @@ class BubblewrapBackend:
             limits |= self._groups.controllers
         if _kernel_counts_processes_by_namespace():
             limits.add("pids")
+        if self.filter is not None:
+            limits.add("syscalls")
         return frozenset(limits)
 
     def bwrap_argv(self, spec: SandboxSpec) -> list[str]:
@@ -689,6 +631,8 @@ class BubblewrapBackend:
         ]
         argv += ["--die-with-parent", "--as-pid-1", "--new-session", "--cap-drop", "ALL"]
         argv += ["--hostname", "sandbox", "--clearenv"]
+        if self.filter is not None:
+            argv += ["--seccomp", str(launcher.FILTER)]
         for name, value in {**BASE_ENV, **spec.env}.items():
             argv += ["--setenv", name, value]
         argv += ["--ro-bind", str(self._home / "root"), "/"]
@@ -858,4 +802,7 @@ def _make_root(home: Path) -> list[str]:
     for path in (root, *root.rglob("*")):
         if not path.is_symlink():
             path.chmod(0o755 if path.is_dir() else 0o644)
+    shell = root / driver.BASH.lstrip("/")
+    shutil.copyfile("/usr/bin/bash", shell)
+    shell.chmod(0o111)
     return binds

@@ -170,14 +170,13 @@ def open_groups(mark: str, pid: int, root: Path = ROOT) -> Groups | None:
         for parent in candidates["memory"]:
             base = parent / mark
             try:
-                usable = _make(base, WANTED, version)
-                (base / "launcher").mkdir()
-                (base / "launcher" / "cgroup.procs").write_text(str(pid))
+                if usable := _make(base, WANTED, version):
+                    (base / "launcher").mkdir()
+                    (base / "launcher" / "cgroup.procs").write_text(str(pid))
+                    return Groups(2, dict.fromkeys(usable, base), None)
             except OSError:
-                remove_cgroup(base)
-                continue
-            if usable:
-                return Groups(2, dict.fromkeys(usable, base), None)
+                pass
+            remove_cgroup(base)
         return None
     for controller, paths in candidates.items():
         for parent in paths:

@@ -19,6 +19,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,14 @@ from rollout.errors import (
     StartTimeout,
     TransferError,
 )
-from rollout.protocols import ExecResult, SandboxSpec
+from rollout.protocols import SandboxSpec
 from rollout.records import FileTree
 from rollout.sandbox import archive, container_driver, egress, owner
 from rollout.sandbox.engine import Engine, Stream, default_host
 from rollout.sandbox.files import MAX_ENTRIES, parts_of
 from rollout.sandbox.images import KIND_LABEL, UID, Images, Prepared
 from rollout.sandbox.output import Output
+from rollout.sandbox.session import Session
 from rollout.sandbox.slots import Slots
 from rollout.sandbox.spec import check_directories, check_required
 
@@ -56,6 +58,7 @@ DOWN_S = 30.0
 DEFAULT_IMAGE = "python:3.12-slim-bookworm"
 SPARE_PIDS = 8
 """Processes of the driver and of a transfer, beside the ones that the spec allows."""
+PODMAN_PROCESSES = 16_384
 OUT, REPORT = 1, 2
 OWNER_LABEL, BOOT_LABEL = "trsi.owner", "trsi.boot"
 _COMPAT_DROPPED = ["NET_RAW", "MKNOD", "AUDIT_WRITE", "SETFCAP"]
@@ -66,19 +69,17 @@ def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-class DockerSandbox:
+class DockerSandbox(Session):
     """One container; made by `DockerBackend.start` only."""
 
     def __init__(
         self, backend: DockerBackend, place: _Place, spec: SandboxSpec, enforced: frozenset[str]
     ) -> None:
+        super().__init__(spec, enforced)
         self._backend = backend
         self._place = place
         self._engine = place.engine
-        self._spec = spec
-        self._enforced = enforced
         self._strict = spec.profile == "strict"
-        self._lock = asyncio.Lock()
         self._transfer = asyncio.Lock()
         self._secret = secrets.token_hex(16)
         self._id: str | None = None
@@ -86,20 +87,10 @@ class DockerSandbox:
         self._reports = b""
         self._early = bytearray()
         self._unclaimed: list[tuple[str, str, int]] = []
-        self._poisoned = ""
-        self._gone = ""
         self._final = False
-        self._closed = False
         self._closing: asyncio.Task[None] | None = None
-        self._ooms = 0
         self._hosts = egress.allowed_hosts(spec.network)
         self._egress: egress.Egress | None = None
-        self._deadline = time.monotonic() + spec.lifetime_s
-
-    @property
-    def enforced(self) -> frozenset[str]:
-        """Limits that really hold."""
-        return self._enforced
 
     @property
     def container_id(self) -> str | None:
@@ -139,8 +130,7 @@ class DockerSandbox:
         await self._ping(START_TIMEOUT_S)
         if self._hosts is not None:
             await self._open_egress(self._hosts)
-        if "memory" in self._enforced:
-            self._ooms = await self._ask("o")
+        self._ooms = await self._oom_kills()
 
     async def _open_egress(self, hosts: tuple[str, ...]) -> None:
         """Let the sandbox reach some hosts, through this process alone."""
@@ -158,14 +148,23 @@ class DockerSandbox:
     def _options(self, prepared: Prepared) -> Any:
         spec, client = self._spec, self._engine.client
         owned = f"uid={UID},gid={UID},mode=755" if self._strict else "mode=777"
+        if self._engine.podman:
+            # It knows no owner of a file system in memory, and by itself fills it from the image.
+            owned = "mode=777,notmpcopyup"
         size = f"size={spec.disk_mb}m"
         mounts = dict.fromkeys(spec.directories, f"{size},{owned},exec,nosuid,nodev")
         if self._strict:
             mounts[spec.workdir] = f"{size},{owned},exec,nosuid,nodev"
             mounts["/tmp"] = mounts[spec.workdir]
+            if self._engine.podman:
+                # It would make them writable, and without a size.
+                mounts |= dict.fromkeys(("/run", "/var/tmp"), "ro,size=4k,mode=555,notmpcopyup")
         pids = spec.pids + SPARE_PIDS
-        # Podman can't take over limits that it may not raise: there they are always named.
-        limits = [Ulimit(name="nofile", soft=1024, hard=1024)] if self._engine.podman else None
+        # Podman asks for more than it may give where it may not raise limits: there they are named.
+        # That of processes counts those of all sandboxes on the machine; each has its own in
+        # `pids_limit`.
+        named = (("nofile", 1024), ("nproc", PODMAN_PROCESSES))
+        limits = [Ulimit(name=n, soft=most, hard=most) for n, most in named]
         host = client.create_host_config(
             network_mode="none",
             auto_remove=True,
@@ -179,7 +178,7 @@ class DockerSandbox:
             nano_cpus=round(spec.cpus * 1e9),
             shm_size=spec.disk_mb << 20,
             log_config={"type": "none"},
-            ulimits=limits,
+            ulimits=limits if self._engine.podman else None,
         )
         env = {"LANG": "C.UTF-8", **prepared.env, "TERM": "dumb"}
         if self._hosts is not None:
@@ -202,6 +201,8 @@ class DockerSandbox:
             working_dir=spec.workdir,
             labels={**self._backend.labels, KIND_LABEL: "sandbox"},
             healthcheck={"test": ["NONE"]},
+            # Process 1 hears no signal but this one; an engine that stops need not wait for it.
+            stop_signal="SIGKILL",
             host_config=host,
         )
 
@@ -253,14 +254,6 @@ class DockerSandbox:
             raise self._dead()
         return found
 
-    def _dead(self) -> SandboxDead:
-        if not self._gone:
-            self._gone = "the sandbox ended: its first process is gone"
-            if time.monotonic() >= self._deadline - 1.5:
-                lifetime = self._spec.lifetime_s
-                self._gone = f"the sandbox ended: its lifetime of {lifetime:g} s is over"
-        return SandboxDead(self._gone)
-
     async def _ask(
         self, verb: str, output: Output | None = None, timeout_s: float = REPLY_TIMEOUT_S
     ) -> int:
@@ -309,53 +302,17 @@ class DockerSandbox:
 
     # --- commands -----------------------------------------------------------------------------
 
-    async def exec(
-        self, command: str, *, timeout_s: float = 10.0, max_output: int = 10_000
-    ) -> ExecResult:
-        """Run one command in the persistent shell; after a time-out none of its processes lives.
-
-        Args:
-          command: bash text; NUL characters are dropped, as a terminal does.
-          timeout_s: seconds until its processes are killed. The shell and its state survive,
-            unless it is the shell itself that does not come back.
-          max_output: bytes of output to keep.
-
-        Returns:
-          The outcome. "shell-exit": the command ended the shell, a new one serves the next.
-
-        Raises:
-          SandboxDead: the sandbox is closed or has ended.
-          SandboxPoisoned: its processes could not be brought under control; close it.
-        """
-        async with self._lock:
-            self._check_usable()
-            output = Output(max_output)
-            output.add(bytes(self._early))
-            self._early.clear()
-            begun = time.monotonic()
-            try:
-                status, code = await self._run(command, timeout_s, output)
-                await self._flush(output, time.monotonic() + REPLY_TIMEOUT_S)
-                if code == 137 and status != "timeout" and "memory" in self._enforced:
-                    ooms = await self._ask("o")
-                    status, self._ooms = ("oom" if ooms > self._ooms else status), ooms
-            except TimeoutError:
-                self._poisoned = "its shell does not come back"
-            except asyncio.CancelledError:
-                self._poisoned = "a command was abandoned"
-                raise
-            if self._poisoned:
-                raise SandboxPoisoned(f"the sandbox cannot be used any more: {self._poisoned}")
-            return ExecResult(
-                exit_code=None if status == "timeout" else code,
-                output=output.value(),
-                status=status,
-                truncated=output.truncated,
-                total_bytes=output.total,
-                duration_s=time.monotonic() - begun,
-            )
-
     async def _run(self, command: str, timeout_s: float, output: Output) -> tuple[str, int]:
+        output.add(bytes(self._early))
+        self._early.clear()
+        ended = await self._settle(command, timeout_s, output)
+        await self._flush(output, time.monotonic() + REPLY_TIMEOUT_S)
+        return ended
+
+    async def _oom_kills(self) -> int:
+        return await self._ask("o") if "memory" in self._enforced else 0
+
+    async def _settle(self, command: str, timeout_s: float, output: Output) -> tuple[str, int]:
         tag = secrets.token_hex(8)
         self._unclaimed.clear()
         await self._send("r", tag, command)
@@ -389,15 +346,6 @@ class DockerSandbox:
     def _check_open(self) -> None:
         if self._closed or self._stream is None:
             raise SandboxDead("the sandbox is closed")
-
-    def _check_usable(self) -> None:
-        self._check_open()
-        if self._gone:
-            raise SandboxDead(self._gone)
-        if self._final:
-            raise SandboxDead("the sandbox's processes were ended")
-        if self._poisoned:
-            raise SandboxPoisoned(f"the sandbox cannot be used any more: {self._poisoned}")
 
     # --- files --------------------------------------------------------------------------------
 
@@ -458,12 +406,7 @@ class DockerSandbox:
         links: Mapping[str, str] | None = None,
         below: str | None = None,
     ) -> None:
-        """Write files, and symlinks last, making parents. Never follows links.
-
-        Raises:
-          TransferError: for a name that leads out, or a place that cannot be written to.
-          SandboxDead: the sandbox is closed or has ended.
-        """
+        """As `rollout.protocols.Sandbox.put_files`."""
         self._check_usable()
         folder = self._folder(below)
         directories = list(directories)
@@ -482,12 +425,7 @@ class DockerSandbox:
     async def get_file(
         self, path: str, *, max_bytes: int = 1_000_000, below: str | None = None
     ) -> bytes:
-        """Read one regular file. Never follows links.
-
-        Raises:
-          TransferError: if there is none, or it is larger than `max_bytes`.
-          SandboxDead: the sandbox is closed or has ended.
-        """
+        """As `rollout.protocols.Sandbox.get_file`."""
         self._check_open()
         folder = self._folder(below)
         name = "/".join(parts_of(path))
@@ -498,13 +436,7 @@ class DockerSandbox:
             raise TransferError(f"cannot read {path!r}: {error}") from error
 
     async def snapshot(self, *, max_bytes: int = 16_000_000, below: str | None = None) -> FileTree:
-        """Kill every process of the sandbox, then read a directory. Ends the shell.
-
-        Raises:
-          TransferError: the directory is beyond the bounds.
-          SandboxDead: the sandbox is closed or has ended.
-          SandboxPoisoned: a process could not be ended.
-        """
+        """As `rollout.protocols.Sandbox.snapshot`."""
         self._check_open()
         folder = self._folder(below)
         async with self._lock:
@@ -516,6 +448,7 @@ class DockerSandbox:
                 if left:
                     raise SandboxPoisoned("a process survived SIGKILL")
                 self._final = True
+                self._gone = "the sandbox's processes were ended"
         try:
             data = await self._script(
                 container_driver.script(container_driver.SNAPSHOT, folder),
@@ -558,18 +491,19 @@ def _remove(client: docker.APIClient, container: str) -> None:
     """Remove a container and wait until the engine knows of none. Blocks."""
     deadline = time.monotonic() + CLOSE_TIMEOUT_S
     while time.monotonic() < deadline:
-        try:
-            client.remove_container(container, force=True, v=True)
-        except NotFound:
-            return
-        except APIError as error:
-            # It is being removed already, by the engine itself.
-            if error.status_code not in (409, 500):
-                raise
-        try:
-            client.inspect_container(container)
-        except NotFound:
-            return
+        remove = partial(client.remove_container, force=True, v=True)
+        for ask in (remove, client.inspect_container):
+            try:
+                ask(container)
+            except NotFound:
+                return
+            except APIError as error:
+                # Podman, of one that goes in this very moment.
+                if "no such container" in str(error.explanation):
+                    return
+                # It is being removed already, by the engine itself.
+                if error.status_code not in (409, 500):
+                    raise
         time.sleep(0.01)
     raise SandboxError(f"container {container[:12]} could not be removed")
 
@@ -641,6 +575,10 @@ class DockerBackend:
                 limits.add(limit)
         if spec.profile == "strict":
             limits.add("disk")
+        filtered = any("name=seccomp" in option for option in info.get("SecurityOptions") or ())
+        # That of Podman lets programs make user namespaces of their own.
+        if filtered and not place.engine.podman:
+            limits.add("syscalls")
         return frozenset(limits)
 
     # --- the protocol -------------------------------------------------------------------------
@@ -708,20 +646,53 @@ class DockerBackend:
         self._slots.live.release()
 
     async def build(
-        self, context: FileTree, *, dockerfile: str = "Dockerfile", network: str = "none"
+        self,
+        context: FileTree,
+        *,
+        dockerfile: str = "Dockerfile",
+        network: str = "none",
+        timeout_s: float = 600.0,
     ) -> str:
-        """Build a task's Dockerfile on every engine; the image's name for `SandboxSpec.image`."""
-        for place in self._places:
-            await self._open(place)
+        """Build a Dockerfile on every engine, once for a content; the image's name.
+
+        Args:
+          context: the build context.
+          dockerfile: its path in the context.
+          network: of the build's commands: "none", or "default" to let them fetch.
+          timeout_s: seconds that a command of the build may be silent.
+
+        Raises:
+          ImageNotFound: a base image is not there; nothing is pulled.
+          SandboxUnavailable: no engine, or the build failed.
+        """
+        await self._open_all()
         names = await asyncio.gather(
-            *(p.images.build(context, dockerfile=dockerfile, network=network) for p in self._places)
+            *(
+                place.images.build(
+                    context, dockerfile=dockerfile, network=network, timeout_s=timeout_s
+                )
+                for place in self._places
+            )
         )
         return names[0]
 
-    async def pull(self, name: str) -> None:
-        """Fetch an image to every engine: never done unasked."""
+    async def workdir_of(self, image: str) -> str:
+        """The working directory that an image names; empty if it names none.
+
+        Raises:
+          ImageNotFound: it is not there; nothing is pulled.
+          SandboxUnavailable: no engine.
+        """
+        await self._open_all()
+        return await self._places[0].images.workdir_of(image)
+
+    async def _open_all(self) -> None:
         for place in self._places:
             await self._open(place)
+
+    async def pull(self, name: str) -> None:
+        """Fetch an image to every engine: never done unasked."""
+        await self._open_all()
         await asyncio.gather(*(place.images.pull(name) for place in self._places))
 
     async def aclose(self) -> None:

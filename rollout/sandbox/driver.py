@@ -7,6 +7,11 @@ Descriptors inside:
      kernel stamps every report with its sender's process id, so a child cannot forge one;
   4  an anonymous file that the host fills with the text of the next command.
 
+Both run a copy of bash that may be executed and not read. The kernel then lets no other program
+look into them: not at memory, and not at descriptors, by which it could change the next command.
+What a command runs in the shell itself has the shell's own rights: it can fool itself, and no
+verifier, whose shell runs nothing of an agent's.
+
 Reports are lines: `p PID` (the launcher: bubblewrap's process), `n PID` (process 1: a shell with
 that inner id was started), `r` (shell: ready), `s CODE` (shell: a command ended) and `x CODE`
 (process 1: the shell ended). An order is one empty line: run what is in the file.
@@ -19,18 +24,19 @@ from __future__ import annotations
 
 PATH = "/etc/driver"
 """Where the driver lies inside."""
+BASH = "/etc/bash"
+"""Where the copy of bash lies inside."""
 
 # Order matters in the shell: `eval` stands in both branches of a test of the last status, so that
 # `$?` survives from one command to the next, and `set -e` still applies to what it runs.
 _SHELL = (
-    "trap - USR1; set +m; exec 4<&-; "
-    "printf 500 >/proc/self/oom_score_adj; "
+    "trap - USR1; set +m; "
     '__status() { return "$1"; }; __last=0; builtin printf "r\\n" >&3; '
     "while builtin read -r -u 3 _; do "
-    'IFS= builtin read -r -d "" __command </proc/1/fd/4; '
+    'IFS= builtin read -r -d "" __command </proc/self/fd/4; '
     "if __status $__last; "
-    'then builtin eval "$__command" </dev/null 3>&-; __last=$?; '
-    'else builtin eval "$__command" </dev/null 3>&-; __last=$?; fi; '
+    'then builtin eval "$__command" </dev/null 3>&- 4<&-; __last=$?; '
+    'else builtin eval "$__command" </dev/null 3>&- 4<&-; __last=$?; fi; '
     'builtin printf "s %d\\n" "$__last" >&3; done'
 )
 
@@ -64,4 +70,4 @@ def driver_argv(*, file_mb: int, pids: int, memory_mb: int, mark: str) -> list[s
     kib = memory_mb * 1024
     limits = (file_mb * 1024, pids, kib, max(8 * kib, 8 << 20))
     start = f'IFS= read -r -d "" d <{PATH}; eval "$d"'
-    return ["bash", "--norc", "--noprofile", "-c", start, "bash", *map(str, limits), mark]
+    return [BASH, "--norc", "--noprofile", "-c", start, "bash", *map(str, limits), mark]

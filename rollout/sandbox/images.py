@@ -69,31 +69,27 @@ class Images:
         name, _, tag = name.partition(":") if "@" not in name else (name, "", "")
         await self._engine.call(self._engine.client.pull, name, tag or None)
 
-    async def build(self, context: FileTree, *, dockerfile: str, network: str) -> str:
-        """Build a Dockerfile; the same content is built once.
-
-        Args:
-          context: the build context.
-          dockerfile: its path in the context.
-          network: of the build's commands: "none", or "default" to let them fetch.
-
-        Returns:
-          The image's name, the same on every engine.
-
-        Raises:
-          ImageNotFound: a base image is not there; nothing is pulled.
-          SandboxUnavailable: the build failed.
-        """
+    async def build(
+        self, context: FileTree, *, dockerfile: str, network: str, timeout_s: float
+    ) -> str:
+        """As `DockerBackend.build`; the name is the same on every engine."""
         digest = hashlib.sha256(f"{dockerfile}\0{network}\0".encode())
         for path, entry in sorted(context.items()):
             digest.update(f"{path}\0{entry.kind}\0{entry.mode}\0{len(entry.data)}\0".encode())
             digest.update(entry.data)
         name = f"{BUILT}:{digest.hexdigest()[:24]}"
         async with self._locks[name]:
-            await asyncio.to_thread(self._build, name, context, dockerfile, network)
+            await asyncio.to_thread(self._build, name, context, dockerfile, network, timeout_s)
         return name
 
-    def _build(self, name: str, context: FileTree, dockerfile: str, network: str) -> None:
+    async def workdir_of(self, name: str) -> str:
+        """As `DockerBackend.workdir_of`."""
+        found = await asyncio.to_thread(self._require, name)
+        return str((found.get("Config") or {}).get("WorkingDir") or "")
+
+    def _build(
+        self, name: str, context: FileTree, dockerfile: str, network: str, timeout_s: float
+    ) -> None:
         client, run = self._engine.client, self._engine.run
         if self._find(name) is not None:
             return
@@ -124,6 +120,7 @@ class Images:
             rm=True,
             forcerm=True,
             network_mode=network,
+            timeout=timeout_s,
             labels={KIND_LABEL: "task"},
             decode=True,
         )
@@ -229,6 +226,10 @@ class Images:
                     known += b"\n"
                 if f"{USER}:" not in known.decode("utf-8", "replace"):
                     add(path, known + line.encode(), 0o644)
+            if workdir and self._engine.podman:
+                # A file system in memory gets the mode of what it is mounted on, and root as owner.
+                for path in (workdir, "/tmp"):
+                    add(path, b"", 0o777, tarfile.DIRTYPE)
             content = self._workdir(container, workdir) if workdir else b""
             if content:
                 add(container_driver.WORKDIR_TAR, content, 0o644)

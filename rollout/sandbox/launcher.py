@@ -13,6 +13,7 @@ A request is one JSON message with three descriptors (control socket, output pip
   join: files that take a 0 to move the writing process into a control group.
   leave: the same for the launcher's own groups; null if moving is slow here (version 2), then a
     forked child moves instead of the launcher itself.
+  filter: file with the filter of system calls, or null; bubblewrap gets it as descriptor 5.
   lifetime_s: seconds until the sandbox is killed.
 """
 
@@ -31,6 +32,7 @@ from typing import Any
 MAX_REQUEST = 1 << 20
 START_S = 3.0
 END_TIMEOUT_S = 6.0
+FILTER = 5
 
 
 class Launcher:
@@ -100,6 +102,10 @@ class Launcher:
                 os.setresuid(uid, uid, uid)
             for place, fd in enumerate(self._places(fds)):
                 os.dup2(fd, place)
+            if request["filter"] is not None:
+                os.dup2(os.open(request["filter"], os.O_RDONLY), FILTER)
+                # It may have been opened under this very number.
+                os.set_inheritable(FILTER, True)
             for number in (signal.SIGCHLD, signal.SIGALRM, signal.SIGPIPE):
                 signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -115,7 +121,12 @@ class Launcher:
         The launcher itself takes on the user and the groups for the moment of the start.
         """
         uid = request["uid"]
-        actions = [(os.POSIX_SPAWN_DUP2, fd, n) for n, fd in enumerate(self._places(fds))]
+        actions: list[tuple[Any, ...]] = [
+            (os.POSIX_SPAWN_DUP2, fd, n) for n, fd in enumerate(self._places(fds))
+        ]
+        if request["filter"] is not None:
+            # Opened anew for every start: reading it moves the position of all who share it.
+            actions.append((os.POSIX_SPAWN_OPEN, FILTER, request["filter"], os.O_RDONLY, 0))
         move(request["join"])
         try:
             if uid is not None:
@@ -184,7 +195,10 @@ def main() -> None:
     """Serve on the socket whose descriptor is the first argument, with the binary of the second."""
     if os.geteuid() == 0:
         os.setgroups([])
-    Launcher(socket.socket(fileno=int(sys.argv[1])), sys.argv[2]).serve()
+    host = socket.socket(fileno=int(sys.argv[1]))
+    # It was handed over as one to inherit. In a sandbox it would take the requests of others.
+    host.set_inheritable(False)
+    Launcher(host, sys.argv[2]).serve()
 
 
 if __name__ == "__main__":

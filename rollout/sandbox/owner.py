@@ -111,10 +111,12 @@ def reap(cgroup_roots: list[Path]) -> int:
                 if is_orphaned(name):
                     removed += remove_cgroup(Path(directory, name))
     for path in (path for home in homes() for path in home.glob(f"{PREFIX}.*")):
-        mine = not path.is_symlink() and path.stat().st_uid == os.geteuid()
-        if mine and is_orphaned(path.name):
-            shutil.rmtree(path, ignore_errors=True)
-            removed += 1
+        # Another owner may be removing it, too.
+        with contextlib.suppress(FileNotFoundError):
+            mine = not path.is_symlink() and path.stat().st_uid == os.geteuid()
+            if mine and is_orphaned(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+                removed += 1
     return removed
 
 

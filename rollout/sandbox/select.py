@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rollout.errors import SandboxError, SandboxUnavailable, UserError
 from rollout.protocols import Sandbox, SandboxBackend, SandboxSpec
+from rollout.records import FileTree
 from rollout.sandbox.bubblewrap import BubblewrapBackend
 from rollout.sandbox.docker import DEFAULT_IMAGE, DockerBackend
 from rollout.sandbox.slots import Slots
@@ -59,6 +60,23 @@ class AutoBackend:
           SandboxUnavailable: with the reason and the hint that mends it.
         """
         return await (self._embedded if spec.image is None else self._docker).start(spec)
+
+    async def build(
+        self,
+        context: FileTree,
+        *,
+        dockerfile: str = "Dockerfile",
+        network: str = "none",
+        timeout_s: float = 600.0,
+    ) -> str:
+        """As `DockerBackend.build`."""
+        return await self._docker.build(
+            context, dockerfile=dockerfile, network=network, timeout_s=timeout_s
+        )
+
+    async def workdir_of(self, image: str) -> str:
+        """As `DockerBackend.workdir_of`."""
+        return await self._docker.workdir_of(image)
 
     async def aclose(self) -> None:
         """Close every sandbox of either kind."""

@@ -85,6 +85,12 @@ def check(
         bool,
         typer.Option("--offline", help="Run tasks that don't say so without a network, too."),
     ] = False,
+    backend: Annotated[
+        str, typer.Option(help="auto: an image of a task runs in Docker, the rest in bubblewrap.")
+    ] = "auto",
+    build_network: Annotated[
+        bool, typer.Option("--build-network", help="Let the commands of a Dockerfile fetch.")
+    ] = False,
     pass_env: Annotated[
         list[str] | None, typer.Option(help="A variable that tasks may take from this machine.")
     ] = None,
@@ -104,6 +110,7 @@ def check(
     host_env = {key: os.environ[key] for key in pass_env or [] if key in os.environ}
     at_once = jobs or 2 * (os.cpu_count() or 1)
     bad = 0
+    sandboxes = make_backend(backend)
 
     async def run(part: Part) -> list[Checked]:
         def progress(checked: Checked) -> None:
@@ -111,19 +118,19 @@ def check(
             bad += checked.state != "ok"
             part.advance(1, not_ok=bad)
 
-        backend = make_backend()
         try:
             return await gates.check_all(
                 roots,
-                backend,
+                sandboxes,
                 jobs=at_once,
                 repeats=repeats,
                 offline=offline,
                 host_env=host_env,
+                build_network="default" if build_network else "none",
                 progress=progress,
             )
         finally:
-            await backend.aclose()
+            await sandboxes.aclose()
 
     with ConsoleObserver(screen).part("check", len(roots)) as part:
         checked = asyncio.run(run(part))

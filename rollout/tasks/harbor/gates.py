@@ -17,9 +17,9 @@ from rollout.errors import (
     UserError,
     VerifierError,
 )
-from rollout.protocols import Sandbox, SandboxBackend
+from rollout.protocols import ImageBackend, Sandbox, SandboxBackend
 from rollout.tasks.harbor.protocol import Act, Attempt, attempt, run_solution
-from rollout.tasks.harbor.support import Plan, own_metadata, plan
+from rollout.tasks.harbor.support import Plan, on_image, own_metadata, plan
 from rollout.tasks.harbor.task import HarborTask, Step, read_task
 
 State = Literal[
@@ -92,6 +92,7 @@ async def check_task(
     repeats: int = 1,
     offline: bool = False,
     host_env: Mapping[str, str] | None = None,
+    build_network: str = "none",
 ) -> Checked:
     """Run a task's gates in real sandboxes.
 
@@ -101,6 +102,7 @@ async def check_task(
       repeats: how often each attempt is made; a flaky task shows with 2 or more.
       offline: see `plan`.
       host_env: see `plan`.
+      build_network: see `on_image`.
 
     Raises:
       SandboxError: a fault of the sandbox.
@@ -108,7 +110,9 @@ async def check_task(
     env = host_env or {}
     try:
         task = read_task(root)
-        how = plan(task, offline=offline, host_env=env)
+        images = isinstance(backend, ImageBackend)
+        how = plan(task, offline=offline, images=images, host_env=env)
+        how = await on_image(how, task, backend, network=build_network)
     except UnsupportedTask as error:
         return Checked(root, "unsupported", str(error))
     except UserError as error:
@@ -162,6 +166,7 @@ async def check_all(
     repeats: int = 1,
     offline: bool = False,
     host_env: Mapping[str, str] | None = None,
+    build_network: str = "none",
     progress: Callable[[Checked], None] = lambda checked: None,
 ) -> list[Checked]:
     """Run the gates of many tasks, `jobs` at a time; results in the order of `roots`.
@@ -178,7 +183,12 @@ async def check_all(
             for _ in range(2):
                 try:
                     checked = await check_task(
-                        root, backend, repeats=repeats, offline=offline, host_env=host_env
+                        root,
+                        backend,
+                        repeats=repeats,
+                        offline=offline,
+                        host_env=host_env,
+                        build_network=build_network,
                     )
                     break
                 except SandboxError as error:

@@ -1,7 +1,8 @@
 """The verification protocol: how an attempt becomes a reward that nobody but its work earned.
 
 1. Every process of the agent is gone before anything is read (`Sandbox.snapshot`).
-2. A fresh sandbox gets the agent's files as data. A symlink that leads out of the working directory
+2. A fresh sandbox gets the agent's working directory as data; on an image nothing else of what the
+   agent changed is there, programs included. A symlink that leads out of the working directory
    is not among them: it could make the verifier compare its own files with themselves.
 3. Only then the tests are copied in, to a directory that no process of the agent has seen. The
    result directory is new, too; what the agent left under its name is not carried over.
@@ -73,12 +74,13 @@ _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc")
 _KILLED_FROM = 128
 _NOT_RUN = (126, 127)
 
-# Prints how many processes live beside process 1 and the shell that runs this. What is just
-# being ended gets a moment.
+# Prints how many processes live beside process 1, the shell that runs this and that shell's parent,
+# which in a container is the driver's, too. What is just being ended gets a moment.
 _COUNT_OTHERS = (
+    "builtin read -r s </proc/$BASHPID/stat; s=${s##*) }; s=${s#* }; above=${s%% *}; "
     "for i in 1 2 3 4 5; do n=0; for p in /proc/[0-9]*/stat; do "
     "{ builtin read -r s <$p; } 2>/dev/null || continue; "
-    'case "${p#/proc/}" in 1/stat|$BASHPID/stat) continue;; esac; '
+    'case "${p#/proc/}" in 1/stat|$BASHPID/stat|$above/stat) continue;; esac; '
     'case "${s##*) }" in [ZX]*) ;; *) n=$((n+1));; esac; done; '
     '[ "$n" = 0 ] && break; sleep 0.02; done; builtin echo "$n"'
 )
@@ -192,6 +194,24 @@ async def restore(box: Sandbox, tree: FileTree, below: str | None = None) -> Non
         await box.put_files({}, directories=sorted(modes, reverse=True), modes=modes, below=below)
 
 
+async def place(box: Sandbox, plan: Plan, tree: FileTree) -> None:
+    """Give a fresh sandbox an attempt's working directory, in place of what the image has there.
+
+    Raises:
+      TransferError: it can't be written, or the image's files can't be removed.
+    """
+    if plan.image is not None:
+        gone = await box.exec(
+            f"( builtin cd {shlex.quote(plan.workdir)} && shopt -s dotglob nullglob && "
+            "command rm -rf -- ./* )"
+        )
+        if gone.exit_code != 0:
+            raise TransferError(
+                f"the image's files stay: {gone.output[-200:].decode(errors='replace')}"
+            )
+    await restore(box, tree)
+
+
 async def start_attempt(
     plan: Plan, backend: SandboxBackend, task: HarborTask, step: Step, tree: FileTree | None = None
 ) -> Sandbox:
@@ -211,7 +231,10 @@ async def start_attempt(
     timeout = step.config.agent.timeout_sec or DEFAULT_AGENT_S
     box = await backend.start(plan.spec({}, timeout + SPARE_S))
     try:
-        await restore(box, plan.files if tree is None else tree)
+        if tree is None:
+            await restore(box, plan.files)
+        else:
+            await place(box, plan, tree)
         await box.put_files({}, directories=["agent", "artifacts", "verifier"], below=LOGS)
         added = task.workdir(step)
         await restore(box, {path: e for path, e in added.items() if path != "setup.sh"})
@@ -318,7 +341,7 @@ async def verify_step(
     env = CLEAN_ENV | resolve_env(task, verifier.env, host_env or {})
     box = await backend.start(plan.spec(env, verifier.timeout_sec + SPARE_S))
     try:
-        await restore(box, left.tree)
+        await place(box, plan, left.tree)
         await box.put_files({}, directories=["verifier", "artifacts"], below=LOGS)
         await restore(box, {f"artifacts/{p}": e for p, e in left.artifacts.items()}, LOGS)
         await restore(box, tests, TESTS)

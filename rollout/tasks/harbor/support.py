@@ -1,9 +1,10 @@
-"""What a task asks of its environment, and which of it the embedded sandbox can't give.
+"""What a task asks of its environment, and which of it can't be given here.
 
 The embedded sandbox has no images: it sees the host's /usr. A task that needs no more than that, a
 Debian userland with Python 3, says so with `metadata.trsi.userland = "host"`; its Dockerfile may
 then name a base image, set WORKDIR and ENV, and COPY files, which is done here in the same way.
-Everything else is refused by name.
+Any other task runs on its image, `docker_image` or what its Dockerfile builds, where a container
+engine serves the sandboxes. Everything else is refused by name.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
-from rollout.errors import UnsupportedTask, UserError
-from rollout.protocols import SandboxSpec
+from rollout.errors import SandboxUnavailable, StartTimeout, UnsupportedTask, UserError
+from rollout.protocols import ImageBackend, SandboxBackend, SandboxSpec
 from rollout.records import Entry
+from rollout.sandbox.spec import check_directories
 from rollout.tasks.harbor.config import Environment, Network
 from rollout.tasks.harbor.reward import UNIT_RANGE, Range
 from rollout.tasks.harbor.task import HarborTask, Step
@@ -40,11 +42,15 @@ _HARMLESS = ("FROM", "LABEL", "CMD", "MAINTAINER")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How the embedded sandbox sets a task up.
+    """How a sandbox is set up for a task.
 
     Attributes:
-      files: relative to the working directory.
+      workdir: the working directory; empty until `on_image` has asked the image for its own.
+      files: relative to the working directory, beside what the image has there.
       reward_range: what the task's rewards may be.
+      image: the image to run on; None for the host's userland.
+      dockerfile: build context of an image that is not built yet, see `on_image`.
+      build_s: seconds that a command of the build may be silent.
     """
 
     workdir: str
@@ -54,10 +60,17 @@ class Plan:
     cpus: float
     disk_mb: int
     reward_range: Range = UNIT_RANGE
+    image: str | None = None
+    dockerfile: Mapping[str, Entry] | None = None
+    build_s: float = 600.0
 
     def spec(self, env: Mapping[str, str], lifetime_s: float) -> SandboxSpec:
         """The sandbox of a phase with further variables."""
+        assert self.workdir
+        assert self.dockerfile is None
         return SandboxSpec(
+            image=self.image,
+            profile="strict" if self.image is None else "compat",
             workdir=self.workdir,
             directories=OWN_DIRECTORIES,
             env={**self.env, **env},
@@ -87,14 +100,19 @@ def own_metadata(task: HarborTask) -> Mapping[str, object]:
 
 
 def plan(
-    task: HarborTask, *, offline: bool = False, host_env: Mapping[str, str] | None = None
+    task: HarborTask,
+    *,
+    offline: bool = False,
+    images: bool = False,
+    host_env: Mapping[str, str] | None = None,
 ) -> Plan:
-    """How to run a task in the embedded sandbox.
+    """How to run a task.
 
     Args:
       task: the task.
       offline: run without a network a task that doesn't say what it needs; Harbor's default is a
         public one.
+      images: sandboxes can run on images; `on_image` completes the plan of a task that has one.
       host_env: variables that `${NAME}` templates of the task may take from the host.
 
     Raises:
@@ -103,38 +121,86 @@ def plan(
     """
     refused = list(_refused(task, offline))
     environment = task.config.environment
-    docker = _Dockerfile()
     context = task.context()
+    docker = _Dockerfile()
+    on_host = own_metadata(task).get("userland") == "host"
     for name in ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml"):
         if name in context:
             refused.append(f"environment/{name} (services)")
-    if "Dockerfile" in context:
-        docker = _read_dockerfile(context)
-        refused += docker.refused
-    if own_metadata(task).get("userland") != "host":
+    if (environment.storage_megabytes or 0) > MAX_DISK_MB and (on_host or not images):
+        refused.append(
+            f"environment.storage_mb = {environment.storage_megabytes} (at most {MAX_DISK_MB})"
+        )
+    if on_host or not images:
+        if "Dockerfile" in context:
+            docker = _read_dockerfile(context)
+            refused += docker.refused
+    elif environment.docker_image is None and "Dockerfile" not in context:
+        refused.append("environment: it has neither docker_image nor environment/Dockerfile")
+    if not on_host and not images:
         image = environment.docker_image or ("environment/Dockerfile" if docker.files else "")
         named = f"docker_image = {image!r}" if environment.docker_image else "its image"
         refused.append(
-            f"environment: {named} (no images here; a task that a Debian userland with Python 3"
-            ' serves says metadata.trsi.userland = "host")'
+            f"environment: {named} (no images here, they need a container engine and --backend auto"
+            " or docker; a task that a Debian userland with Python 3 serves says"
+            ' metadata.trsi.userland = "host")'
         )
     if refused:
-        raise UnsupportedTask(
-            f"{task.root}: the embedded sandbox can't honour {'; '.join(refused)}"
-        )
+        raise UnsupportedTask(f"{task.root}: this sandbox can't honour {'; '.join(refused)}")
+    built = images and not on_host and environment.docker_image is None
     return Plan(
-        workdir=environment.workdir or docker.workdir,
+        workdir=environment.workdir or ("" if images and not on_host else docker.workdir),
         files=docker.files,
         env=docker.env | resolve_env(task, environment.env, host_env or {}),
         memory_mb=environment.memory_megabytes or DEFAULT_MEMORY_MB,
         cpus=float(environment.cpus or 1),
-        disk_mb=environment.storage_megabytes or DEFAULT_DISK_MB,
+        disk_mb=min(environment.storage_megabytes or DEFAULT_DISK_MB, MAX_DISK_MB),
         reward_range=_reward_range(task),
+        image=environment.docker_image if images and not on_host else None,
+        dockerfile=context if built else None,
+        build_s=environment.build_timeout_sec,
     )
 
 
+async def on_image(
+    how: Plan, task: HarborTask, backend: SandboxBackend, *, network: str = "none"
+) -> Plan:
+    """A plan whose image is there: built if it has to be, in the image's own working directory.
+
+    Args:
+      how: from `plan`; the plan of a task without an image comes back as it is.
+      task: the task.
+      backend: gives the sandboxes.
+      network: of a build's commands: "none", or "default" to let them fetch.
+
+    Raises:
+      UnsupportedTask: no engine, no such image, or a build that failed; with what mends it.
+      StartTimeout: the engine is too busy to answer.
+    """
+    if how.image is None and how.dockerfile is None:
+        return how
+    named = f"docker_image = {how.image!r}" if how.image else "environment/Dockerfile"
+    if not isinstance(backend, ImageBackend):
+        raise UnsupportedTask(f"{task.root}: {backend.name} can't honour environment: {named}")
+    try:
+        image = how.image or await backend.build(
+            how.dockerfile or {}, network=network, timeout_s=how.build_s
+        )
+        workdir = how.workdir or await backend.workdir_of(image) or WORKDIR
+    except StartTimeout:
+        raise
+    except SandboxUnavailable as error:
+        raise UnsupportedTask(f"{task.root}: environment: {named}: {error}") from error
+    how = replace(how, image=image, dockerfile=None, workdir=workdir)
+    try:
+        check_directories(how.spec({}, 1.0))
+    except SandboxUnavailable as error:
+        raise UnsupportedTask(f"{task.root}: environment: {named}: {error}") from error
+    return how
+
+
 def _refused(task: HarborTask, offline: bool) -> Iterator[str]:
-    """What of task.toml and the tests the embedded sandbox can't give."""
+    """What of task.toml and the tests no sandbox here can give."""
     config = task.config
     yield from _environment_refused("environment", config.environment)
     phases: list[tuple[str, Network]] = [("agent", config.agent), ("verifier", config.verifier)]
@@ -181,8 +247,6 @@ def _environment_refused(name: str, environment: Environment) -> Iterator[str]:
         yield f"{name}.gpus = {environment.gpus}"
     if (environment.cpus or 0) > (os.cpu_count() or 1):
         yield f"{name}.cpus = {environment.cpus} (this machine has {os.cpu_count()})"
-    if (environment.storage_megabytes or 0) > MAX_DISK_MB:
-        yield f"{name}.storage_mb = {environment.storage_megabytes} (at most {MAX_DISK_MB})"
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
     if (environment.memory_megabytes or 0) > physical:
         yield f"{name}.memory_mb = {environment.memory_megabytes} (this machine has {physical})"

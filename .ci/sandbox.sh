@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# The sandboxes' contract on a real Docker engine, and owners killed at random, 200 for each backend.
-# Debian's engine runs on a socket, and in folders, of its own; it makes no bridge and no packet
-# filter, so nothing of the network stays behind. Root only: the engine needs it.
+# The sandboxes' contract on a real Docker engine and, in bubblewrap, for a user made for it; tasks
+# with images; owners killed at random, KILLS for each backend. Debian's engine runs on a socket, and
+# in folders, of its own; it makes no bridge and no packet filter, so nothing of the network stays
+# behind. Root only: the engine needs it.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${VENV:-.venv}/bin/python
+kills=${KILLS:-60}
+user=trsi-test-$$
 work=$(mktemp -d)
 manual=/var/lib/man-db/auto-update
 engine=
@@ -19,6 +22,7 @@ finish() {
   awk -v work="$work/" 'index($2, work) == 1 { print $2 }' /proc/self/mounts | sort -r |
     while read -r mount; do umount "$mount" || true; done
   rm -rf "$work"
+  if getent passwd "$user" >/dev/null; then userdel "$user"; fi
   if [ -e "$manual.aside" ]; then mv "$manual.aside" "$manual"; fi
 }
 trap finish EXIT
@@ -44,7 +48,24 @@ done
 "$python" -m tests.docker_image >"$work/image.tar"
 docker import "$work/image.tar" trsi-test >/dev/null
 
-"$python" -m pytest --quiet --numprocesses 2 -m docker tests/test_sandbox.py tests/test_sandbox_docker.py
+"$python" -m pytest --quiet --numprocesses 2 -m docker \
+  tests/test_sandbox.py tests/test_sandbox_docker.py tests/test_harbor_images.py
+useradd --no-create-home "$user"
+# Of root's folder, which is closed, the user sees the checkout and the interpreter, if they are there.
+seen=("$PWD" $("$python" -c 'import sys; print(sys.prefix, sys.base_prefix)'))
+TRSI_PLAIN_USER=$user unshare --mount bash -euc '
+  aside=$1 python=$2; shift 2
+  mkdir -m 700 "$aside"
+  mount --rbind /root "$aside"
+  mount -t tmpfs -o mode=755 none /root
+  for path; do
+    case $path in /root/*) mkdir -p "$path"; mount --rbind "$aside${path#/root}" "$path" ;; esac
+  done
+  cd "$1"
+  "$python" -m pytest --quiet -k plain_user tests/test_sandbox.py
+' bash "$work/aside" "$python" "${seen[@]}"
 for backend in bubblewrap docker; do
-  timeout 900 "$python" -m tests.sandbox_kill --backend "$backend" --rounds 200
+  timeout 900 "$python" -m tests.sandbox_kill --backend "$backend" --rounds "$kills"
 done
+# The last: it ends the engine under a command.
+timeout 120 "$python" -m tests.engine_end "$engine"
