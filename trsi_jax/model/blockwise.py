@@ -137,6 +137,11 @@ def _forward(
     accum = jnp.promote_types(query.dtype, jnp.float32)
     batch, length, kv_heads, group, dim = query.shape
     inputs = (query, key, value, query_segment, key_segment, start)
+    # The masks follow from data alone. Without this, differentiation takes them out of a remat and
+    # a loop over layers and keeps all of them: as many bytes as there are visible pairs of tokens.
+    query, query_segment, key_segment, start = lax.optimization_barrier(
+        tuple(vary_like(x, *inputs) for x in (query, query_segment, key_segment, start))
+    )
     total = vary_like(jnp.zeros((batch, length, kv_heads, group, dim), accum), *inputs)
     norm = vary_like(jnp.zeros((batch, length, kv_heads, group), accum), *inputs)
     top = vary_like(jnp.full((batch, length, kv_heads, group), -jnp.inf, accum), *inputs)

@@ -253,6 +253,8 @@ class ShardedSteps:
 
         def body(carry: tuple[jax.Array, Any], part: Any) -> tuple[tuple[jax.Array, Any], Metrics]:
             (loss, aux), gradients = grad(params, part)
+            # Else the compiler sums the head's gradient whole, and cuts it after the loop.
+            gradients = lax.optimization_barrier(gradients)
             return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], gradients)), aux
 
         zeros = jax.tree.map(jnp.zeros_like, params)

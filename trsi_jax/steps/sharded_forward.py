@@ -209,9 +209,10 @@ def values(
     """
 
     def head(hidden: jax.Array, params: Any) -> tuple[jax.Array]:
-        kernel = params["value_head"]["kernel"].astype(jnp.float32)
-        product = jnp.sum(hidden.astype(jnp.float32) * kernel, axis=-1)
-        return (product + params["value_head"]["bias"].astype(jnp.float32),)
+        dtype = jnp.promote_types(hidden.dtype, jnp.float32)
+        kernel = params["value_head"]["kernel"].astype(dtype)
+        product = jnp.sum(hidden.astype(dtype) * kernel, axis=-1)
+        return (product + params["value_head"]["bias"].astype(dtype),)
 
     spec = sharded.specs(params)
     cut = P(_BATCH, ("sequence", "tensor"))
@@ -339,20 +340,49 @@ def _trunk(
             x, _ = lax.scan(linear, x, layers["gdn"])
         return jax.checkpoint(full, prevent_cse=False)(x, layers["attention"]), None
 
-    x = _embed(sharded, params["embed"], spec["embed"], token_ids)
+    x = _embed(sharded, params["embed"], token_ids)
     x, _ = lax.scan(group, x, params["groups"])
     norm = _gathered(sharded, params["final_norm"], spec["final_norm"], 0)
     hidden: jax.Array = bind(RMSNorm, config, norm)(x)
     return hidden
 
 
-def _embed(sharded: ShardedModel, params: Any, spec: Any, token_ids: jax.Array) -> jax.Array:
+def _embed(sharded: ShardedModel, params: Any, token_ids: jax.Array) -> jax.Array:
     """[r, t] -> [r, t / tensor, D]: each device looks up its part of the vocabulary."""
-    table = _gathered(sharded, params, spec, 0)["embedding"]
+    table = vary_over(params["embedding"], AXES)
     local = token_ids - lax.axis_index("tensor") * table.shape[0]
     mine = (local >= 0) & (local < table.shape[0])
-    found = table[jnp.where(mine, local, 0)].astype(sharded.config.compute_dtype)
+    found = _look_up(sharded.config.compute_dtype, table, jnp.where(mine, local, 0))
     return _sum_and_cut(jnp.where(mine[..., None], found, 0))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _look_up(dtype: str, table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows of a table whose columns are cut by FSDP, in `dtype`.
+
+    The gradient of a row that many tokens share is summed in the table's own dtype.
+    """
+    whole: jax.Array = lax.all_gather(table.astype(dtype), FSDP, axis=1, tiled=True)
+    return whole[ids]
+
+
+def _look_up_fwd(
+    dtype: str, table: jax.Array, ids: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _look_up(dtype, table, ids), (table, ids)
+
+
+def _look_up_bwd(
+    dtype: str, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, None]:
+    del dtype
+    table, ids = saved
+    whole = vary_like(jnp.zeros((table.shape[0], cotangent.shape[-1]), table.dtype), table, ids)
+    whole = whole.at[ids].add(cotangent.astype(table.dtype))
+    return lax.psum_scatter(whole, FSDP, scatter_dimension=1, tiled=True), None
+
+
+_look_up.defvjp(_look_up_fwd, _look_up_bwd)
 
 
 def _sum_and_cut(partial: jax.Array) -> jax.Array:
@@ -470,12 +500,12 @@ def _recur(
     output: jax.Array
     zeros = vary_like(jnp.zeros((batch, heads, dk, dv), value.dtype), *like)
     if size == 1:
-        output, _ = mixer.recur(query, key, value, log_decay, beta, reset, zeros)
+        output, _ = mixer.recur(query, key, value, log_decay, beta, reset, zeros, unroll=1)
         return output
     unit = jnp.broadcast_to(jnp.eye(dk, dtype=value.dtype), (batch, heads, dk, dk))
     start = jnp.concatenate([zeros, vary_like(unit, *like)], axis=-1)
     wide = jnp.concatenate([value, jnp.zeros((*value.shape[:-1], dk), value.dtype)], axis=-1)
-    output, last = mixer.recur(query, key, wide, log_decay, beta, reset, start)
+    output, last = mixer.recur(query, key, wide, log_decay, beta, reset, start, unroll=1)
     shards = lax.all_gather(last, "sequence")  # [shards, B, H, dk, dv + dk]
     mine = lax.axis_index("sequence")
 
