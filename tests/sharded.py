@@ -27,7 +27,7 @@ from typing import Any
 
 DEVICES = 8
 TOLERANCE = {"float32": 1e-5, "float64": 1e-9}
-ROWS, LENGTH, VOCAB, CHUNK = 16, 48, 72, 8
+ROWS, LENGTH, VOCAB, CHUNK, BLOCK = 16, 48, 72, 4, 12
 EMPTY_ROWS = (2, 3)
 RATE = 1e-2
 STEPS = ("sft", "critic", "actor", "ppo")
@@ -170,7 +170,7 @@ def single_device(step: str, dtype: str) -> tuple[Any, dict[str, Any]]:
 
 
 def compare(
-    axes: Mapping[str, int], micro_batches: int, wanted: Sequence[str], dtype: str
+    axes: Mapping[str, int], micro_batches: int, wanted: Sequence[str], dtype: str, offload: bool
 ) -> list[tuple[str, float]]:
     """(step and mesh, largest difference) of the steps on one mesh."""
     import jax
@@ -186,12 +186,13 @@ def compare(
     batch = packed_rows(dtype)
     actor, critic = initial_states(dtype)
     made = ShardedSteps(
-        ShardedModel(model_config(dtype), make_mesh(axes), CHUNK),
+        ShardedModel(model_config(dtype), make_mesh(axes), CHUNK, BLOCK),
         optimizer(),
         micro_batches=micro_batches,
         clip=0.2,
         temperature=0.9,
         value_clip=0.5,
+        offload=offload,
     )
     networks = {"sft": (actor,), "actor": (actor,), "critic": (critic,), "ppo": (actor, critic)}
     found = []
@@ -296,6 +297,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--mesh", type=_parse_mesh, action="append")
     parser.add_argument("--step", choices=STEPS, action="append")
     parser.add_argument("--float64", action="store_true")
+    parser.add_argument("--offload", action="store_true", help="moments in host memory")
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args(arguments)
     rank = os.environ.get("SHARDED_RANK")
@@ -324,7 +326,7 @@ def main(arguments: Sequence[str]) -> int:
     found = [
         pair
         for axes, micro in chosen
-        for pair in compare(axes, micro, options.step or STEPS, dtype)
+        for pair in compare(axes, micro, options.step or STEPS, dtype, options.offload)
     ]
     worst, limit = max(off for _, off in found), TOLERANCE[dtype]
     print(f"sharded: {len(chosen)} meshes, {dtype}, largest difference {worst:.1e}, limit {limit}")

@@ -198,6 +198,42 @@ def test_collectives_and_matmuls_count_as_often_as_their_loop_runs(known):
     }
 
 
+def test_a_collective_carried_on_beside_other_work_counts_once():
+    text = """\
+HloModule m
+
+%start (w: f32[2,16]) -> f32[8,16] {
+  %w = f32[2,16]{1,0} parameter(0)
+  ROOT %g = f32[8,16]{1,0} all-gather(%w), channel_id=1, dimensions={0}
+}
+
+%async_collective_fusion.7 (w: f32[2,16], x: f32[4,8], y: f32[8,2]) -> f32[4,2] {
+  %w = f32[2,16]{1,0} parameter(0)
+  %x = f32[4,8]{1,0} parameter(1)
+  %y = f32[8,2]{1,0} parameter(2)
+  %g = f32[8,16]{1,0} all-gather(%w), channel_id=1, dimensions={0}
+  ROOT %d = f32[4,2]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%end (w: f32[2,16]) -> f32[8,16] {
+  %w = f32[2,16]{1,0} parameter(0)
+  ROOT %g = f32[8,16]{1,0} all-gather(%w), channel_id=1, dimensions={0}
+}
+
+ENTRY %main (w: f32[2,16], x: f32[4,8], y: f32[8,2]) -> f32[8,16] {
+  %w = f32[2,16]{1,0} parameter(0)
+  %x = f32[4,8]{1,0} parameter(1)
+  %y = f32[8,2]{1,0} parameter(2)
+  %async-collective-start = f32[8,16]{1,0} fusion(%w), kind=kCustom, calls=%start
+  %beside = f32[4,2]{1,0} fusion(%w, %x, %y), kind=kOutput, calls=%async_collective_fusion.7
+  ROOT %async-collective-done = f32[8,16]{1,0} fusion(%w), kind=kCustom, calls=%end
+}
+"""
+    found = hlo.summarize(text)
+    assert found.collectives == {"all-gather": hlo.Collective(1, 1, 8 * 16 * 4)}
+    assert found.matmul_flops == 2 * 4 * 2 * 8
+
+
 def test_a_batched_product_written_as_a_convolution_counts_each_product_once():
     # 3 products of [2, 5] by [5, 7]: the batch is spatial, its window sees one valid place.
     text = """\
