@@ -67,7 +67,7 @@ def lines(found: Plan) -> list[str]:
     budget, compiled = found.budget, found.compiled
     mesh = " x ".join(f"{axis} {size}" for axis, size in found.mesh.items())
     trained = [
-        f"{network} ({parameters / 1e9:.2f} B parameters)"
+        f"{network} ({parameters:,} parameters)"
         for network, parameters in zip(("actor", "critic"), found.parameters, strict=True)
         if parameters
     ]

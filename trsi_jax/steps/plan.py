@@ -415,5 +415,5 @@ def _compile(config: Config, step: Step, devices: list[Any], shape: dict[str, in
 
 
 def gib(n: float) -> str:
-    """Bytes as GiB."""
-    return f"{n / GIB:.2f} GiB"
+    """Bytes as GiB; as MiB where that would be all zeros."""
+    return f"{n / GIB:.2f} GiB" if n >= GIB / 100 else f"{n / 2**20:.2f} MiB"

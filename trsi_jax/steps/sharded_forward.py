@@ -35,7 +35,7 @@ from trsi_jax.model.layers import RMSNorm
 
 _BATCH = ("data", "fsdp")
 
-BLOCK = 4096
+BLOCK = 2048
 """Tokens of the delta rule that are worked on, and kept for its backward pass, at a time."""
 
 
