@@ -63,7 +63,7 @@ def test_what_does_not_fit_names_the_knob():
     found = plan(rows, compile_step=False)
     assert found.fits is False
     assert "raise sharding.micro_batches to 32" in found.knob
-    one = config.load(CONFIGS / "qwen3_8_27b_v5e256.toml", ["packing.length=131072"])
+    one = config.load(CONFIGS / "qwen3_8_27b_v5e256.toml", ["packing.length=262144"])
     assert "sharding.sequence, now 1" in plan(one, compile_step=False).knob
 
 
