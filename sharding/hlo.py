@@ -85,7 +85,7 @@ def summarize(text: str) -> Summary:
     computations, entry = _parse(text)
     weights: dict[str, int] = dict.fromkeys(computations, 0)
     unknown = 0
-    scatters = set()
+    scatters, continued = set(), set()
     order = _topological(computations, entry)
     weights[entry] = 1
     for name in order:
@@ -103,6 +103,12 @@ def summarize(text: str) -> Summary:
                     scatters.add(called)
                 if instruction.opcode == "fusion" and "all-reduce-scatter" in called:
                     scatters.add(called)
+                # A TPU carries a collective on in steps beside other work, maybe in a loop within:
+                # start, steps and end all hold the instruction, and only the start counts.
+                if called.startswith("async_collective_fusion") or instruction.name.startswith(
+                    "async-collective-done"
+                ):
+                    continued.add(called)
     counts = {kind: [0, 0, 0] for kind in KINDS}
     flops = 0
     for name in order:
@@ -110,6 +116,8 @@ def summarize(text: str) -> Summary:
         for instruction in computation.instructions.values():
             kind = instruction.opcode.removesuffix("-start")
             if kind in counts and not instruction.opcode.endswith("-done"):
+                if name in continued:
+                    continue
                 # A TPU fuses a sum with the cut that follows and still calls it all-reduce.
                 if kind == "all-reduce" and name in scatters:
                     kind = "reduce-scatter"

@@ -35,7 +35,7 @@ def _layout(topology: str, **axes: int) -> Layout:
 
 
 LAYOUTS: Mapping[str, Layout] = {
-    "v5e-256": _layout("v5e:16x16", fsdp=64, tensor=4),
+    "v5e-256": _layout("v5e:16x16", fsdp=32, tensor=8),
     "v5e-256-long": _layout("v5e:16x16", fsdp=4, tensor=4, sequence=16),
     "v5p-64": _layout("v5p:4x4x4", fsdp=16, tensor=4),
     "v6e-64": _layout("v6e:8x8", fsdp=16, tensor=4),

@@ -63,8 +63,17 @@ def test_what_does_not_fit_names_the_knob():
     found = plan(rows, compile_step=False)
     assert found.fits is False
     assert "raise sharding.micro_batches to 32" in found.knob
-    one = config.load(CONFIGS / "qwen3_8_27b_v5e256.toml", ["packing.length=131072"])
+    one = config.load(CONFIGS / "qwen3_8_27b_v5e256.toml", ["packing.length=262144"])
     assert "sharding.sequence, now 1" in plan(one, compile_step=False).knob
+
+
+def test_a_step_counts_the_network_that_it_trains(capsys):
+    for step, parameters in {"sft": (ACTOR, 0), "critic": (0, CRITIC)}.items():
+        assert call(["plan", str(V5P), "--no-compile", "--json", "--step", step]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["parameters"] == {"actor": parameters[0], "critic": parameters[1]}
+        assert found["model_flops"] == 6 * sum(parameters) * 16384
+        assert [found["budget"][n] > 0 for n in ("actor", "critic")] == [p > 0 for p in parameters]
 
 
 @pytest.mark.parametrize(

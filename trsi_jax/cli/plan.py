@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -27,15 +27,19 @@ def plan(
         list[str] | None,
         typer.Option("--override", "-o", metavar="KEY=VALUE", help="Change a key of the config."),
     ] = None,
+    step: Annotated[
+        Literal["sft", "critic", "actor", "ppo"],
+        typer.Option(help="Which step: critic is its warm-up, ppo is actor and critic."),
+    ] = "ppo",
     compile_step: Annotated[
         bool,
         typer.Option(
-            "--compile/--no-compile", help="Compile the PPO step (minutes), or only add up bytes."
+            "--compile/--no-compile", help="Compile the step (minutes), or only add up bytes."
         ),
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Bytes, collectives and FLOPs of the PPO step on a named topology, without the hardware."""
+    """Bytes, collectives and FLOPs of a train step on a named topology, without the hardware."""
     import json
 
     from trsi_jax.cli import configs
@@ -47,7 +51,9 @@ def plan(
         print("trsi plan: compiling can take minutes; --no-compile only adds up", file=sys.stderr)
 
     try:
-        found = planner.plan(chosen, topology, compile_step=compile_step, compiling=compiling)
+        found = planner.plan(
+            chosen, topology, step=step, compile_step=compile_step, compiling=compiling
+        )
     except ValueError as error:
         raise UserError(f"{config}: {error}") from None
     print(json.dumps(found.as_json(), indent=1) if as_json else "\n".join(lines(found)))
@@ -60,11 +66,15 @@ def lines(found: Plan) -> list[str]:
     hbm = found.topology.generation.hbm_bytes
     budget, compiled = found.budget, found.compiled
     mesh = " x ".join(f"{axis} {size}" for axis, size in found.mesh.items())
+    trained = [
+        f"{network} ({parameters:,} parameters)"
+        for network, parameters in zip(("actor", "critic"), found.parameters, strict=True)
+        if parameters
+    ]
     shown = [
         f"{found.config} on {found.topology.name}, {found.topology.devices} devices, mesh {mesh}",
-        f"PPO step of actor ({found.parameters[0] / 1e9:.2f} B parameters) and critic"
-        f" ({found.parameters[1] / 1e9:.2f} B): {found.rows} rows of {found.length} tokens,"
-        f" {found.micro_batches} micro-batches",
+        f"{found.step} step of {' and '.join(trained)}: {found.rows} rows of {found.length}"
+        f" tokens, {found.micro_batches} micro-batches",
         "",
         "bytes of one device, from shapes",
         f"  actor, with optimizer     {gib(budget.actor):>12}",

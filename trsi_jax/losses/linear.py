@@ -49,13 +49,13 @@ def linear_logprob(
         device; gradients by `hidden` are this device's part of the sum.
 
     Returns:
-      (logprob, entropy), each [..., T] float32.
+      (logprob, entropy), each [..., T] float32; float64 where `hidden` is.
 
     Raises:
       ValueError: for shapes that do not fit, or chunk < 1.
     """
     _check(hidden, kernel, target, chunk)
-    inverse = _inverse_temperature(temperature, target)
+    inverse = _inverse_temperature(temperature, target, _accum(hidden))
     return _logprob((chunk, axis_name), hidden, kernel, target, inverse)
 
 
@@ -87,7 +87,7 @@ def linear_cross_entropy(
         device; gradients by `hidden` are this device's part of the sum.
 
     Returns:
-      A float32 scalar.
+      A float32 scalar; float64 where `hidden` is.
 
     Raises:
       ValueError: for shapes that do not fit, or chunk < 1.
@@ -95,8 +95,8 @@ def linear_cross_entropy(
     _check(hidden, kernel, target, chunk)
     if weight.shape != target.shape:
         raise ValueError(f"weight {weight.shape} does not fit target {target.shape}")
-    inverse = _inverse_temperature(temperature, target)
-    weight = jax.lax.stop_gradient(weight.astype(jnp.float32))
+    inverse = _inverse_temperature(temperature, target, _accum(hidden))
+    weight = jax.lax.stop_gradient(weight.astype(inverse.dtype))
     return _cross_entropy((chunk, axis_name), hidden, kernel, target, weight, inverse)
 
 
@@ -109,10 +109,17 @@ def _check(hidden: jax.Array, kernel: jax.Array, target: jax.Array, chunk: int) 
         raise ValueError(f"chunk must be >= 1, got {chunk}")
 
 
-def _inverse_temperature(temperature: float | jax.Array, target: jax.Array) -> jax.Array:
+def _accum(hidden: jax.Array) -> jnp.dtype:
+    """Logits and sums are in float32 at least."""
+    return jnp.promote_types(hidden.dtype, jnp.float32)
+
+
+def _inverse_temperature(
+    temperature: float | jax.Array, target: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
     if isinstance(temperature, (int, float)) and not temperature > 0:
         raise ValueError(f"temperature must be > 0, got {temperature}")
-    inverse = 1.0 / jnp.asarray(temperature, jnp.float32)
+    inverse = 1.0 / jnp.asarray(temperature, dtype)
     return jax.lax.stop_gradient(jnp.broadcast_to(inverse, target.shape))
 
 
@@ -135,8 +142,8 @@ def _join(x: jax.Array, axis: int, length: int) -> jax.Array:
 
 
 def _logits(hidden: jax.Array, kernel: jax.Array, inverse: jax.Array) -> jax.Array:
-    logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
-    return logits.astype(jnp.float32) * inverse[..., None]
+    logits = jnp.matmul(hidden, kernel, preferred_element_type=inverse.dtype)
+    return logits.astype(inverse.dtype) * inverse[..., None]
 
 
 def _is_target(target: jax.Array, vocab: int, axis: str | None) -> jax.Array:
@@ -188,12 +195,12 @@ def _forward_chunk(
 def _head_gradients(
     hidden: jax.Array, kernel: jax.Array, dlogits: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients by the hidden states and (in float32) by the head."""
+    """Gradients by the hidden states and (in float32 at least) by the head."""
     low = dlogits.astype(kernel.dtype)
-    dhidden = jnp.matmul(low, kernel.T, preferred_element_type=jnp.float32)
+    dhidden = jnp.matmul(low, kernel.T, preferred_element_type=_accum(hidden))
     leading = tuple(range(hidden.ndim - 1))
     dkernel = jax.lax.dot_general(
-        hidden, low, ((leading, leading), ((), ())), preferred_element_type=jnp.float32
+        hidden, low, ((leading, leading), ((), ())), preferred_element_type=_accum(hidden)
     )
     return dhidden.astype(hidden.dtype), dkernel
 
@@ -257,7 +264,7 @@ def _logprob_bwd(
         dhidden, dkernel = back(*part)
         return total + dkernel, dhidden
 
-    start = vary_like(jnp.zeros(kernel.shape, jnp.float32), kernel, *parts)
+    start = vary_like(jnp.zeros(kernel.shape, inverse.dtype), kernel, *parts)
     dkernel, dhidden = jax.lax.scan(step, start, parts)
     return _join(dhidden, axis, length), dkernel.astype(kernel.dtype), None, None
 
@@ -340,8 +347,8 @@ def _cross_entropy_fwd(
 
     # The loss is summed over the vocabulary's axis in each chunk, so it does not vary over it.
     start = (
-        vary_like(jnp.zeros((), jnp.float32), target, weight),
-        vary_like(jnp.zeros(kernel.shape, jnp.float32), kernel, *parts),
+        vary_like(jnp.zeros((), inverse.dtype), target, weight),
+        vary_like(jnp.zeros(kernel.shape, inverse.dtype), kernel, *parts),
     )
     (loss, dkernel), dhidden = jax.lax.scan(step, start, parts)
     return loss, (_join(dhidden, axis, length), dkernel.astype(kernel.dtype))

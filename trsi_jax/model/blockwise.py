@@ -54,7 +54,7 @@ def attend_blockwise(
     chex.assert_rank([query, key, value, query_segment, key_segment], [4, 4, 4, 2, 2])
     chex.assert_equal_shape([key, value])
     heads, kv_heads = query.shape[2], key.shape[2]
-    size_q, size_k = _divisor(query.shape[1], block), _divisor(key.shape[1], block)
+    size_q, size_k = longest_divisor(query.shape[1], block), longest_divisor(key.shape[1], block)
     triangle = isinstance(start, int) and start == 0 and query.shape[1] == key.shape[1]
     batch, length, _, dim = query.shape
     grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, dim)
@@ -65,8 +65,8 @@ def attend_blockwise(
     return out.reshape(batch, length, heads, dim)
 
 
-def _divisor(length: int, most: int) -> int:
-    """The largest block of at most `most` tokens that divides the row."""
+def longest_divisor(length: int, most: int) -> int:
+    """The largest block of at most `most` tokens that divides a row of `length`."""
     return next(size for size in range(min(length, most), 0, -1) if length % size == 0)
 
 
@@ -137,6 +137,11 @@ def _forward(
     accum = jnp.promote_types(query.dtype, jnp.float32)
     batch, length, kv_heads, group, dim = query.shape
     inputs = (query, key, value, query_segment, key_segment, start)
+    # The masks follow from data alone. Without this, differentiation takes them out of a remat and
+    # a loop over layers and keeps all of them: as many bytes as there are visible pairs of tokens.
+    query, query_segment, key_segment, start = lax.optimization_barrier(
+        tuple(vary_like(x, *inputs) for x in (query, query_segment, key_segment, start))
+    )
     total = vary_like(jnp.zeros((batch, length, kv_heads, group, dim), accum), *inputs)
     norm = vary_like(jnp.zeros((batch, length, kv_heads, group), accum), *inputs)
     top = vary_like(jnp.full((batch, length, kv_heads, group), -jnp.inf, accum), *inputs)

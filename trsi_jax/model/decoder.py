@@ -21,6 +21,7 @@ from flax import nnx
 from trsi_jax.model.attention import Attention
 from trsi_jax.model.config import ModelConfig
 from trsi_jax.model.gated_delta import (
+    UNROLL,
     causal_conv,
     gated_delta_chunked,
     l2_normalize,
@@ -132,6 +133,7 @@ class GatedDeltaNet(nnx.Module):  # type: ignore[misc]
         beta: jax.Array,
         reset: jax.Array,
         state: jax.Array | None = None,
+        unroll: int = UNROLL,
     ) -> tuple[jax.Array, jax.Array]:
         """The rule by chunks for all heads: outputs [B, T, Hv, dv] and states [B, Hv, dk, dv].
 
@@ -157,6 +159,7 @@ class GatedDeltaNet(nnx.Module):  # type: ignore[misc]
                 chunk=config.gdn_chunk,
                 solver=config.gdn_solver,
                 state=xs[6] if state is not None else None,
+                unroll=unroll,
             )
         )(*inputs)
         output = jnp.moveaxis(output.reshape(batch, heads, length, dim), 1, 2)

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 _HIGHEST = lax.Precision.HIGHEST
-_UNROLL = 8
 _BLOCK = 16
+UNROLL = 8
+"""Chunks an iteration of the loop over a row holds: fast on a CPU, long to compile for a TPU."""
 
 
 def segment_starts(segment_t: jax.Array) -> jax.Array:
@@ -198,6 +199,7 @@ def gated_delta_chunked(
     chunk: int,
     solver: Literal["solve", "ladder"] = "solve",
     state: jax.Array | None = None,
+    unroll: int = UNROLL,
 ) -> tuple[jax.Array, jax.Array]:
     """The rule of one head by chunks; equal to `gated_delta_recurrent` up to rounding.
 
@@ -220,6 +222,7 @@ def gated_delta_chunked(
         the whole, made by doubling blocks.
         Both are stable for similar keys, where a product of powers of L is not.
       state: [dk, dv] float, the entering state; zeros if None.
+      unroll: chunks an iteration of the loop holds, >= 1.
 
     Returns:
       Outputs [T, dv] and the final state [dk, dv].
@@ -269,10 +272,10 @@ def gated_delta_chunked(
         state = jnp.zeros((key.shape[-1], value.shape[-1]), value.dtype)
     last, output = lax.scan(
         # A long row would otherwise keep every chunk's state for the backward pass.
-        jax.checkpoint(body) if count > _UNROLL else body,
+        jax.checkpoint(body) if count > unroll else body,
         state,
         (fresh, stale, attend, query_read, key_write, keeps),
-        unroll=min(count, _UNROLL),
+        unroll=min(count, unroll),
     )
     return output.reshape(count * size, -1)[:length], last
 

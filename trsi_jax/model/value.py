@@ -47,12 +47,13 @@ def values(
       position_ids: [B, T] int, position inside the segment.
 
     Returns:
-      [B, T] float32.
+      [B, T] float32; float64 of such a model.
 
     Source: our reading.
     """
     hidden = hidden_states(config, params, token_ids, segment_ids, position_ids)
     head = params["value_head"]
-    product = hidden.astype(jnp.float32) * head["kernel"].astype(jnp.float32)
-    bias: jax.Array = head["bias"].astype(jnp.float32)
+    dtype = jnp.promote_types(hidden.dtype, jnp.float32)
+    product = hidden.astype(dtype) * head["kernel"].astype(dtype)
+    bias: jax.Array = head["bias"].astype(dtype)
     return jnp.sum(product, axis=-1) + bias

@@ -1,4 +1,4 @@
-"""What a config needs of a topology: bytes of a device, and the compiled PPO step's work."""
+"""What a config needs of a topology: bytes of a device, and the compiled step's work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,8 @@ from sharding.mesh import AXES, GIB, Topology, make_mesh, mesh_shape, topology
 from sharding.rules import device_bytes
 from trsi_jax import model, optim
 from trsi_jax.config import Config, RprStage
-from trsi_jax.steps.sharded import ShardedSteps
+from trsi_jax.state import TrainState
+from trsi_jax.steps.sharded import NETWORKS, Network, ShardedSteps, Step
 from trsi_jax.steps.sharded_forward import ShardedModel
 
 SPARE = 0.1
@@ -37,7 +38,7 @@ class Budget:
     """Bytes of one device that follow from shapes alone.
 
     Attributes:
-      actor: its parameters and optimizer state, between steps.
+      actor: its parameters and optimizer state, between steps; 0 if the step has none.
       critic: the same.
       host: bytes of the optimizer states that lie in host memory instead, a device's share.
       batch: of the packed batch.
@@ -60,7 +61,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The PPO step of actor and critic, compiled for the topology.
+    """The step, compiled for the topology.
 
     Attributes:
       arguments, outputs, aliased, temporaries, code: bytes of a device, as XLA assigned them.
@@ -97,12 +98,13 @@ class Plan:
 
     Attributes:
       config: its name.
+      step: "sft", "critic" (warm-up), "actor" or "ppo" (actor, then critic).
       topology: the topology.
       mesh: axis -> size.
       rows, length, micro_batches: of one step.
-      parameters: of actor and of critic.
+      parameters: of actor and of critic, 0 if the step does not train it.
       budget: from shapes.
-      model_flops: 6 x parameters x tokens of actor and critic, a device's share of one step.
+      model_flops: 6 x parameters x tokens of what is trained, a device's share of one step.
       attention_flops: 6 T^2 x heads x dim of causal attention, forward and backward, likewise; not
         part of `model_flops`.
       compiled: None if nothing was compiled.
@@ -110,6 +112,7 @@ class Plan:
     """
 
     config: str
+    step: Step
     topology: Topology
     mesh: dict[str, int]
     rows: int
@@ -177,6 +180,7 @@ class Plan:
             }
         return {
             "config": self.config,
+            "step": self.step,
             "topology": self.topology.name,
             "devices": self.topology.devices,
             "hbm_bytes": self.topology.generation.hbm_bytes,
@@ -201,14 +205,16 @@ def plan(
     config: Config,
     name: str | None = None,
     *,
+    step: Step = "ppo",
     compile_step: bool = True,
     compiling: Callable[[], None] = lambda: None,
 ) -> Plan:
-    """Byte budget of a config on a topology, and its PPO step compiled for it.
+    """Byte budget of a config on a topology, and one of its steps compiled for it.
 
     Args:
       config: with a sharding section, or of a model that one device holds.
       name: of the topology; that of the config's layout if None.
+      step: which one.
       compile_step: compile if this machine can; else only the budget.
       compiling: called when all is checked and compilation begins.
 
@@ -234,29 +240,30 @@ def plan(
     )
     steps = _steps(config, sharded)
     rows, length = config.packing.rows, config.packing.length
-    states = steps.abstract_state("actor"), steps.abstract_state("critic")
+    states = {network: steps.abstract_state(network) for network in NETWORKS[step]}
     batch = steps.abstract_batch(rows, length)
     # Every mistake of a person is found before minutes of compilation.
-    steps.jitted("ppo", states, batch)
-    parameters = tuple(_count(state.params) for state in states)
+    steps.jitted(step, tuple(states.values()), batch)
+    parameters = {network: _count(state.params) for network, state in states.items()}
     tokens = rows * length / target.devices
     c = sharded.config
     causal = 6 * length * c.num_heads * c.head_dim * c.num_groups * tokens
     compiled = None
     if not left_out:
         compiling()
-        compiled = _compile(config, devices, mesh, rows, length)
+        compiled = _compile(config, step, devices, mesh)
     return Plan(
         config=config.name,
+        step=step,
         topology=target,
         mesh=mesh,
         rows=rows,
         length=length,
         micro_batches=section.micro_batches,
-        parameters=(parameters[0], parameters[1]),
+        parameters=(parameters.get("actor", 0), parameters.get("critic", 0)),
         budget=_budget(steps, states, batch),
-        model_flops=6.0 * sum(parameters) * tokens,
-        attention_flops=2.0 * causal,
+        model_flops=6.0 * sum(parameters.values()) * tokens,
+        attention_flops=float(len(states) * causal),
         compiled=compiled,
         left_out=left_out,
     )
@@ -314,27 +321,28 @@ def _count(params: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
-def _budget(steps: ShardedSteps, states: tuple[Any, Any], batch: Any) -> Budget:
+def _budget(steps: ShardedSteps, states: Mapping[Network, TrainState], batch: Any) -> Budget:
     sharded, sizes = steps.sharded, steps.sharded.sizes
 
     def held(tree: Any) -> int:
         return device_bytes(tree, sharded.specs(tree), sizes)
 
-    host = sum(held(state.opt_state) for state in states) if steps.offload else 0
-    networks = [
-        held(state.params) + (0 if steps.offload else held(state.opt_state)) for state in states
-    ]
+    host = sum(held(state.opt_state) for state in states.values()) if steps.offload else 0
+    networks = {
+        network: held(state.params) + (0 if steps.offload else held(state.opt_state))
+        for network, state in states.items()
+    }
     rows, length = batch.token_ids.shape
     tokens = rows * length // (sizes["data"] * sizes["fsdp"] * sizes["sequence"])
     per_token = sum(np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(batch))
     c = sharded.config
     width = c.hidden_size * jnp.dtype(c.compute_dtype).itemsize
     return Budget(
-        actor=networks[0],
-        critic=networks[1],
+        actor=networks.get("actor", 0),
+        critic=networks.get("critic", 0),
         host=host,
         batch=tokens * per_token,
-        gradients=max(held(state.params) for state in states),
+        gradients=max(held(state.params) for state in states.values()),
         layer_inputs=tokens // steps.micro_batches // sizes["tensor"] * width * c.num_layers,
     )
 
@@ -367,17 +375,17 @@ def _devices(target: Topology) -> list[Any]:
     return list(found.devices)
 
 
-def _compile(
-    config: Config, devices: list[Any], shape: dict[str, int], rows: int, length: int
-) -> Compiled:
+def _compile(config: Config, step: Step, devices: list[Any], shape: dict[str, int]) -> Compiled:
+    rows, length = config.packing.rows, config.packing.length
     mesh: Mesh = make_mesh(shape, devices)
     sharded = ShardedModel(_model(config), mesh, config.sharding.head_chunk)
     steps = _steps(config, sharded)
-    states = steps.abstract_state("actor"), steps.abstract_state("critic")
+    states = tuple(steps.abstract_state(network) for network in NETWORKS[step])
     batch = steps.abstract_batch(rows, length)
     rate = jax.ShapeDtypeStruct((), jnp.float32)
     began, cpu = time.perf_counter(), time.process_time()
-    lowered = steps.jitted("ppo", states, batch).lower(*states, batch, rate, rate)
+    rates = [rate] * len(states)
+    lowered = steps.jitted(step, states, batch).lower(*states, batch, *rates)
     traced = time.perf_counter()
     program = lowered.compile()
     compiled = time.perf_counter()
@@ -407,5 +415,5 @@ def _compile(
 
 
 def gib(n: float) -> str:
-    """Bytes as GiB."""
-    return f"{n / GIB:.2f} GiB"
+    """Bytes as GiB; as MiB where that would be all zeros."""
+    return f"{n / GIB:.2f} GiB" if n >= GIB / 100 else f"{n / 2**20:.2f} MiB"

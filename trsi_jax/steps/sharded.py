@@ -6,7 +6,7 @@ of sums. Every sum over tokens has the denominator of the whole batch, so micro-
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +26,15 @@ from trsi_jax.steps.sharded_forward import ShardedModel, cross_entropy, logprobs
 
 Metrics = dict[str, jax.Array]
 Network = Literal["actor", "critic"]
+Step = Literal["sft", "critic", "actor", "ppo"]
+
+NETWORKS: Mapping[Step, tuple[Network, ...]] = {
+    "sft": ("actor",),
+    "critic": ("critic",),
+    "actor": ("actor",),
+    "ppo": ("actor", "critic"),
+}
+"""The networks that a step trains, in the order of its arguments."""
 
 PPO_COLUMNS = ("advantage_t", "return_t", "value_t")
 """Columns of a batch that the PPO step reads."""
@@ -111,7 +120,7 @@ class ShardedSteps:
 
     def jitted(
         self,
-        step: Literal["sft", "critic", "actor", "ppo"],
+        step: Step,
         states: tuple[TrainState, ...],
         batch: PackedBatch,
     ) -> Any:
@@ -253,6 +262,8 @@ class ShardedSteps:
 
         def body(carry: tuple[jax.Array, Any], part: Any) -> tuple[tuple[jax.Array, Any], Metrics]:
             (loss, aux), gradients = grad(params, part)
+            # Else the compiler sums the head's gradient whole, and cuts it after the loop.
+            gradients = lax.optimization_barrier(gradients)
             return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], gradients)), aux
 
         zeros = jax.tree.map(jnp.zeros_like, params)

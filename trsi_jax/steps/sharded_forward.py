@@ -27,12 +27,16 @@ from sharding.mesh import AXES, vary_like, vary_over
 from sharding.rules import axes_of, specs
 from trsi_jax import model
 from trsi_jax.losses.linear import CHUNK, linear_cross_entropy, linear_logprob
-from trsi_jax.model.blockwise import attend_blockwise
+from trsi_jax.model.blockwise import BLOCK as ATTEND_BLOCK
+from trsi_jax.model.blockwise import attend_blockwise, longest_divisor
 from trsi_jax.model.decoder import AttentionLayer, GatedDeltaLayer, bind
 from trsi_jax.model.gated_delta import causal_conv
 from trsi_jax.model.layers import RMSNorm
 
 _BATCH = ("data", "fsdp")
+
+BLOCK = 2048
+"""Tokens of the delta rule that are worked on, and kept for its backward pass, at a time."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,13 @@ class ShardedModel:
       config: of the whole model.
       mesh: of `sharding.mesh.make_mesh`; without devices it does for shapes and specs.
       chunk: tokens of one row a chunk of the linear head.
+      block: longest run of a row's tokens that a mixer works on at a time.
     """
 
     config: model.ModelConfig
     mesh: Mesh | AbstractMesh
     chunk: int = CHUNK
+    block: int = BLOCK
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -209,9 +215,10 @@ def values(
     """
 
     def head(hidden: jax.Array, params: Any) -> tuple[jax.Array]:
-        kernel = params["value_head"]["kernel"].astype(jnp.float32)
-        product = jnp.sum(hidden.astype(jnp.float32) * kernel, axis=-1)
-        return (product + params["value_head"]["bias"].astype(jnp.float32),)
+        dtype = jnp.promote_types(hidden.dtype, jnp.float32)
+        kernel = params["value_head"]["kernel"].astype(dtype)
+        product = jnp.sum(hidden.astype(dtype) * kernel, axis=-1)
+        return (product + params["value_head"]["bias"].astype(dtype),)
 
     spec = sharded.specs(params)
     cut = P(_BATCH, ("sequence", "tensor"))
@@ -339,20 +346,49 @@ def _trunk(
             x, _ = lax.scan(linear, x, layers["gdn"])
         return jax.checkpoint(full, prevent_cse=False)(x, layers["attention"]), None
 
-    x = _embed(sharded, params["embed"], spec["embed"], token_ids)
+    x = _embed(sharded, params["embed"], token_ids)
     x, _ = lax.scan(group, x, params["groups"])
     norm = _gathered(sharded, params["final_norm"], spec["final_norm"], 0)
     hidden: jax.Array = bind(RMSNorm, config, norm)(x)
     return hidden
 
 
-def _embed(sharded: ShardedModel, params: Any, spec: Any, token_ids: jax.Array) -> jax.Array:
+def _embed(sharded: ShardedModel, params: Any, token_ids: jax.Array) -> jax.Array:
     """[r, t] -> [r, t / tensor, D]: each device looks up its part of the vocabulary."""
-    table = _gathered(sharded, params, spec, 0)["embedding"]
+    table = vary_over(params["embedding"], AXES)
     local = token_ids - lax.axis_index("tensor") * table.shape[0]
     mine = (local >= 0) & (local < table.shape[0])
-    found = table[jnp.where(mine, local, 0)].astype(sharded.config.compute_dtype)
+    found = _look_up(sharded.config.compute_dtype, table, jnp.where(mine, local, 0))
     return _sum_and_cut(jnp.where(mine[..., None], found, 0))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _look_up(dtype: str, table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows of a table whose columns are cut by FSDP, in `dtype`.
+
+    The gradient of a row that many tokens share is summed in the table's own dtype.
+    """
+    whole: jax.Array = lax.all_gather(table.astype(dtype), FSDP, axis=1, tiled=True)
+    return whole[ids]
+
+
+def _look_up_fwd(
+    dtype: str, table: jax.Array, ids: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _look_up(dtype, table, ids), (table, ids)
+
+
+def _look_up_bwd(
+    dtype: str, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, None]:
+    del dtype
+    table, ids = saved
+    whole = vary_like(jnp.zeros((table.shape[0], cotangent.shape[-1]), table.dtype), table, ids)
+    whole = whole.at[ids].add(cotangent.astype(table.dtype))
+    return lax.psum_scatter(whole, FSDP, scatter_dimension=1, tiled=True), None
+
+
+_look_up.defvjp(_look_up_fwd, _look_up_bwd)
 
 
 def _sum_and_cut(partial: jax.Array) -> jax.Array:
@@ -395,7 +431,9 @@ def _attention_layer(
         key = lax.all_gather(key, "sequence", axis=1, tiled=True)
         value = lax.all_gather(value, "sequence", axis=1, tiled=True)
         start = lax.axis_index("sequence") * query.shape[1]
-    mixed = attend_blockwise(query, key, value, segment_ids, row_segments, start)
+    mixed = attend_blockwise(
+        query, key, value, segment_ids, row_segments, start, block=min(sharded.block, ATTEND_BLOCK)
+    )
     x = x + _sum_and_cut(layer.mixer.finish(mixed, gate))
     return _mlp(sharded, layer, x)
 
@@ -470,12 +508,14 @@ def _recur(
     output: jax.Array
     zeros = vary_like(jnp.zeros((batch, heads, dk, dv), value.dtype), *like)
     if size == 1:
-        output, _ = mixer.recur(query, key, value, log_decay, beta, reset, zeros)
+        tokens = (query, key, value, log_decay, beta, reset)
+        output, _ = _recur_by_blocks(sharded, mixer, tokens, zeros)
         return output
     unit = jnp.broadcast_to(jnp.eye(dk, dtype=value.dtype), (batch, heads, dk, dk))
     start = jnp.concatenate([zeros, vary_like(unit, *like)], axis=-1)
     wide = jnp.concatenate([value, jnp.zeros((*value.shape[:-1], dk), value.dtype)], axis=-1)
-    output, last = mixer.recur(query, key, wide, log_decay, beta, reset, start)
+    tokens = (query, key, wide, log_decay, beta, reset)
+    output, last = _recur_by_blocks(sharded, mixer, tokens, start)
     shards = lax.all_gather(last, "sequence")  # [shards, B, H, dk, dv + dk]
     mine = lax.axis_index("sequence")
 
@@ -489,3 +529,27 @@ def _recur(
     state, _ = lax.scan(fold, zeros, (jnp.arange(size), shards))
     read = jnp.einsum("bthk,bhkv->bthv", output[..., dv:], state, precision=lax.Precision.HIGHEST)
     return output[..., :dv] + read
+
+
+def _recur_by_blocks(
+    sharded: ShardedModel, mixer: Any, tokens: tuple[jax.Array, ...], state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`mixer.recur`, block after block; a block's intermediates are made anew for its gradient.
+
+    Per token they take some fifty times the memory of the residual stream.
+    """
+    batch, length = tokens[0].shape[:2]
+    size = longest_divisor(length, sharded.block)
+
+    def split(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(batch, length // size, size, *x.shape[2:]), 1, 0)
+
+    def body(state: jax.Array, block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        output, last = mixer.recur(*block, state, unroll=1)
+        return last, output
+
+    last, blocks = lax.scan(
+        jax.checkpoint(body, prevent_cse=False), state, tuple(split(x) for x in tokens)
+    )
+    output = jnp.moveaxis(blocks, 0, 1)
+    return output.reshape(batch, length, *output.shape[3:]), last
