@@ -409,6 +409,7 @@ def test_a_fault_reaches_the_callers_and_the_engine_goes_on(
     drive(weights[0], scenario)
 
 
+@pytest.mark.engine
 def test_weights_are_served_where_the_engine_was_told_and_updates_move_there() -> None:
     # Two devices, so a process of its own; the trainer's weights lie on one of them.
     done = subprocess.run(

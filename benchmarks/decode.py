@@ -1,0 +1,325 @@
+"""Tokens a second of `JaxEngine` against `transformers.generate`, and against what must be done.
+
+    VENV=.venv-bench sh requirements/install.sh parity
+    .venv-bench/bin/python benchmarks/decode.py --json decode.json
+
+One tiny hybrid (the embedded run's preset) with the same float32 weights on both sides, 32 prompts
+at once, sampling at temperature 1 from the full vocabulary, no stop: seconds from the first
+request to the last result, contexts read included. Each side is a process of its own that sleeps
+while the other computes, and they take turns; the figure is the ratio of the shortest.
+
+The bound is what one step of the batch cannot do without: its matrix products, timed alone in the
+same process by the same library at the same shapes, and every number of the caches that must move
+once (recurrent states in and out, visible keys and values in) at the bandwidth of a pass over as
+many bytes, timed likewise. Norms, gates, softmax, sampling and all bookkeeping are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SIDES = ("trsi_jax", "transformers")
+VOCAB = 512
+LEAST_RATIO, MOST_OF_BOUND = 5.0, 2.0
+CHECK_RATIO, CHECK_OF_BOUND = 5.0 / 3, 6.0
+
+
+def prompts(batch: int, length: int) -> Any:
+    import numpy as np
+
+    return np.random.default_rng(0).integers(0, VOCAB, (batch, length)).astype(np.int32)
+
+
+def ours(folder: Path, args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    import dataclasses
+
+    from rollout.protocols import GenerateRequest, SamplingSpec
+    from trsi_jax.engine import JaxEngine
+    from trsi_jax.model import ModelConfig, load_params, preset
+
+    # The preset's own chunk and solver, which a directory does not say.
+    config = preset("tiny", vocab_size=VOCAB)
+    assert dataclasses.replace(ModelConfig.from_hf(folder), name="tiny").num_layers == 4
+    params = load_params(folder, config)
+    context = args.prompt + args.new
+    loop = asyncio.new_event_loop()
+
+    async def make() -> JaxEngine:
+        return JaxEngine(
+            config,
+            params,
+            context_len=context,
+            max_sessions=args.batch,
+            block_width=args.batch,
+            linger_s=0.0,
+            prefill_chunk=args.chunk,
+            prefill_width=args.batch,
+        )
+
+    engine = loop.run_until_complete(make())
+    ids = [tuple(row.tolist()) for row in prompts(args.batch, args.prompt)]
+    count = iter(range(1_000_000))
+
+    async def generate() -> int:
+        await engine.flush_cache()
+        spec = SamplingSpec(max_new_tokens=args.new, ignore_eos=True)
+        results = await asyncio.gather(
+            *(engine.generate(GenerateRequest(f"{next(count)}", row, spec)) for row in ids)
+        )
+        return sum(len(result.output_ids) for result in results)
+
+    return {
+        "run": lambda: loop.run_until_complete(generate()),
+        "bound": lambda: bound(config, params, args),
+    }
+
+
+def theirs(folder: Path, args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    torch.set_num_threads(args.threads)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.from_numpy(prompts(args.batch, args.prompt)).long()
+
+    def run() -> int:
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=args.new,
+                min_new_tokens=args.new,
+                pad_token_id=0,
+                eos_token_id=None,
+            )
+        return int((out.shape[1] - ids.shape[1]) * out.shape[0])
+
+    return {"run": run}
+
+
+def bound(config: Any, params: Any, args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of the products and of the bytes of one batch, and the FLOPs and bytes."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    batch, steps = args.batch, 64
+    kernels = []
+    for layers in (params["groups"]["gdn"], params["groups"]["attention"]):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(layers):
+            if jax.tree_util.keystr(path).endswith("['kernel']"):
+                name = jax.tree_util.keystr(path)
+                stacked = 2 if layers is params["groups"]["gdn"] else 1
+                flat = leaf.reshape(-1, *leaf.shape[stacked:])
+                ins = 2 if "o_proj" in name else 1
+                for one in flat:
+                    rows = one.shape[0] * (one.shape[1] if ins == 2 else 1)
+                    kernels.append(one.reshape(rows, -1))
+    kernels.append(params["lm_head"]["kernel"])
+    flops = sum(2 * batch * kernel.size for kernel in kernels)
+
+    def products(rows: int, repeat: int) -> Callable[[], Any]:
+        inputs = {k.shape[0]: jnp.full((rows, k.shape[0]), 1e-3) for k in kernels}
+
+        def body(_: int, carry: Any) -> Any:
+            # Each product adds to what the next of its shape reads, so none can be left out.
+            carry = dict(carry)
+            for kernel in kernels:
+                out = carry[kernel.shape[0]] @ kernel
+                for width in carry:
+                    if width == out.shape[1]:
+                        carry[width] = out * 1e-3
+                        break
+                else:
+                    side = kernel.shape[0]
+                    carry[side] = carry[side].at[:, :1].add(1e-9 * out[:, :1])
+            return carry
+
+        looped = jax.jit(lambda carry: lax.fori_loop(0, repeat, body, carry))
+        return lambda: jax.block_until_ready(looped(inputs))
+
+    layers = config.num_groups * config.linear_per_group
+    state = 4 * batch * layers * config.gdn_value_heads * config.gdn_key_dim * config.gdn_value_dim
+    visible = args.prompt + args.new / 2
+    keys = 2 * 4 * batch * config.num_groups * config.num_kv_heads * config.head_dim * visible
+    moved = 2 * state + keys
+    numbers = jnp.ones(int(moved / 8), jnp.float32)
+    copying = jax.jit(
+        lambda x: lax.fori_loop(0, steps, lambda _, y: y * 1.0000001, x), donate_argnums=0
+    )
+
+    def copy() -> None:
+        nonlocal numbers
+        numbers = jax.block_until_ready(copying(numbers))
+
+    step_s = least(products(batch, steps)) / steps
+    # The contexts, all rows and tokens in one product each.
+    fill_s = least(products(batch * args.prompt, 1))
+    bytes_s = least(copy) / steps
+    return {
+        "products_s": step_s * args.new,
+        "prompt_s": fill_s,
+        "bytes_s": bytes_s * args.new,
+        "gflop_per_s": flops / step_s / 1e9,
+        "gbyte_per_s": moved / bytes_s / 1e9,
+    }
+
+
+def least(run: Callable[[], Any], rounds: int = 7) -> float:
+    run()
+    best = float("inf")
+    for _ in range(rounds):
+        began = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def work(side: str, folder: Path, args: argparse.Namespace) -> None:
+    """A worker: reads a task a line, answers with its result, wall and CPU seconds."""
+    tasks = (ours if side == "trsi_jax" else theirs)(folder, args)
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        wall, cpu = time.perf_counter(), time.process_time()
+        result = tasks[line.strip()]()
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        print(json.dumps({"result": result, "wall": wall, "cpu": cpu}), flush=True)
+
+
+class Worker:
+    """One side in a process of its own."""
+
+    def __init__(self, side: str, folder: Path) -> None:
+        command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
+        environment = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
+        self.process = subprocess.Popen(
+            [*command, "--side", side, "--folder", str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            text=True,
+        )
+        self.read()
+
+    def read(self) -> Any:
+        """Its next answer."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError("a worker ended; run it with --side to see why")
+        return json.loads(line)
+
+    def ask(self, task: str) -> Any:
+        """Let it do one of its tasks."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(task + "\n")
+        self.process.stdin.flush()
+        return self.read()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=33)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--chunk", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--check", action="store_true", help="loose bounds, for CI")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--side", choices=SIDES)
+    parser.add_argument("--folder", type=Path)
+    args = parser.parse_args()
+    if args.side:
+        work(args.side, args.folder, args)
+        return 0
+
+    sys.path.insert(0, str(ROOT))
+    import jax
+
+    from trsi_jax.model import init_params, preset, save_params
+
+    with tempfile.TemporaryDirectory() as scratch:
+        config = preset("tiny", vocab_size=VOCAB)
+        params = init_params(config, jax.random.key(0))
+        folder = save_params(Path(scratch) / "tiny", config, params, dtype="F32")
+        before = os.getloadavg()[0]
+        workers = {side: Worker(side, folder) for side in SIDES}
+        found: dict[str, Any] = {side: [] for side in SIDES}
+        bounds = []
+        for worker in workers.values():
+            worker.ask("run")
+        for _ in range(args.rounds):
+            for side, worker in workers.items():
+                found[side].append(worker.ask("run"))
+            bounds.append(workers["trsi_jax"].ask("bound")["result"])
+        for worker in workers.values():
+            worker.process.terminate()
+            worker.process.wait(30)
+    load = (before, os.getloadavg()[0])
+    return report(found, bounds, load, args)
+
+
+def report(found: Any, bounds: Any, load: tuple[float, float], args: argparse.Namespace) -> int:
+    made = args.batch * args.new
+    print(f"batch {args.batch}, {args.prompt} + {args.new} tokens, float32, {args.rounds} rounds")
+    print(f"{'':<14} {'tokens/s':>9} {'tokens/CPU-s':>13} {'wall s':>8} {'CPU s':>8}")
+    wall, cpu = {}, {}
+    for side in SIDES:
+        assert all(entry["result"] == made for entry in found[side])
+        wall[side] = min(entry["wall"] for entry in found[side])
+        cpu[side] = min(entry["cpu"] for entry in found[side])
+        print(
+            f"{side:<14} {made / wall[side]:>9.0f} {made / cpu[side]:>13.0f}"
+            f" {wall[side]:>8.3f} {cpu[side]:>8.3f}"
+        )
+    least_of = {key: min(b[key] for b in bounds) for key in ("products_s", "prompt_s", "bytes_s")}
+    limit = sum(least_of.values())
+    rates = {key: max(b[key] for b in bounds) for key in ("gflop_per_s", "gbyte_per_s")}
+    print(
+        f"bound          {made / limit:>9.0f}{'':>15}{limit:>8.3f}   products"
+        f" {least_of['products_s']:.3f} s at {rates['gflop_per_s']:.0f} GFLOP/s, contexts"
+        f" {least_of['prompt_s']:.3f} s, bytes {least_of['bytes_s']:.3f} s at"
+        f" {rates['gbyte_per_s']:.0f} GB/s"
+    )
+    ratio = wall["transformers"] / wall["trsi_jax"]
+    ratio_cpu = cpu["transformers"] / cpu["trsi_jax"]
+    of_bound = wall["trsi_jax"] / limit
+    print(f"trsi_jax / transformers: {ratio:.1f} by wall, {ratio_cpu:.1f} by CPU; target >= 5")
+    print(f"trsi_jax over the bound: {of_bound:.2f}; target <= 2")
+    print(f"load average {load[0]:.1f} before, {load[1]:.1f} after, {os.cpu_count()} cores")
+    if args.json:
+        content = {"found": found, "bounds": bounds, "load": load, "ratio": ratio}
+        args.json.write_text(json.dumps(content | {"of_bound": of_bound}, indent=1) + "\n")
+    least_ratio = CHECK_RATIO if args.check else LEAST_RATIO
+    most = CHECK_OF_BOUND if args.check else MOST_OF_BOUND
+    failures = []
+    if ratio < least_ratio:
+        failures.append(f"{ratio:.2f} times transformers < {least_ratio:.2f}")
+    if of_bound > most:
+        failures.append(f"{of_bound:.2f} times the bound > {most}")
+    for line in failures:
+        print(f"decode: {line}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
