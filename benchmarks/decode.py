@@ -10,8 +10,11 @@ while the other computes, and they take turns; the figure is the ratio of the sh
 
 The bound is what one step of the batch cannot do without: its matrix products, timed alone in the
 same process by the same library at the same shapes, and every number of the caches that must move
-once (recurrent states in and out, visible keys and values in) at the bandwidth of a pass over as
-many bytes, timed likewise. Norms, gates, softmax, sampling and all bookkeeping are not in it.
+once (recurrent states in and out, visible keys and values in) at the bandwidth of passes over as
+many bytes as a step touches, timed likewise. Norms, gates, softmax, sampling and all bookkeeping
+are not in it.
+
+CPU time is the steadier figure where others use the machine; both are printed, with the load.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+KINDS = ("wall", "cpu")
 SIDES = ("trsi_jax", "transformers")
 VOCAB = 512
 LEAST_RATIO, MOST_OF_BOUND = 5.0, 2.0
@@ -115,80 +119,87 @@ def theirs(folder: Path, args: argparse.Namespace) -> dict[str, Callable[[], Any
 
 
 def bound(config: Any, params: Any, args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of the products and of the bytes of one batch, and the FLOPs and bytes."""
+    """Wall and CPU seconds of the products and of the bytes of one batch, and their rates."""
     import jax
     import jax.numpy as jnp
     from jax import lax
 
-    batch, steps = args.batch, 64
-    kernels = []
-    for layers in (params["groups"]["gdn"], params["groups"]["attention"]):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(layers):
-            if jax.tree_util.keystr(path).endswith("['kernel']"):
-                name = jax.tree_util.keystr(path)
-                stacked = 2 if layers is params["groups"]["gdn"] else 1
-                flat = leaf.reshape(-1, *leaf.shape[stacked:])
-                ins = 2 if "o_proj" in name else 1
-                for one in flat:
-                    rows = one.shape[0] * (one.shape[1] if ins == 2 else 1)
-                    kernels.append(one.reshape(rows, -1))
-    kernels.append(params["lm_head"]["kernel"])
-    flops = sum(2 * batch * kernel.size for kernel in kernels)
+    steps, rows = 64, args.batch
+    kernels = [params["lm_head"]["kernel"]]
+    for kind, stacked in (("gdn", 2), ("attention", 1)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params["groups"][kind]):
+            name = jax.tree_util.keystr(path)
+            if not name.endswith("['kernel']"):
+                continue
+            for one in leaf.reshape(-1, *leaf.shape[stacked:]):
+                ins = one.shape[0] * one.shape[1] if "o_proj" in name else one.shape[0]
+                kernels.append(one.reshape(ins, -1))
 
     def products(rows: int, repeat: int) -> Callable[[], Any]:
-        inputs = {k.shape[0]: jnp.full((rows, k.shape[0]), 1e-3) for k in kernels}
+        widths = {side for kernel in kernels for side in kernel.shape}
+        inputs = {width: jnp.full((rows, width), 1e-3) for width in widths}
 
         def body(_: int, carry: Any) -> Any:
-            # Each product adds to what the next of its shape reads, so none can be left out.
-            carry = dict(carry)
+            # Every product is added whole to what later ones read, so none can be left out.
+            carry = {width: 0.5 * x for width, x in carry.items()}
             for kernel in kernels:
-                out = carry[kernel.shape[0]] @ kernel
-                for width in carry:
-                    if width == out.shape[1]:
-                        carry[width] = out * 1e-3
-                        break
-                else:
-                    side = kernel.shape[0]
-                    carry[side] = carry[side].at[:, :1].add(1e-9 * out[:, :1])
+                carry[kernel.shape[1]] += carry[kernel.shape[0]] @ kernel
             return carry
 
         looped = jax.jit(lambda carry: lax.fori_loop(0, repeat, body, carry))
         return lambda: jax.block_until_ready(looped(inputs))
 
     layers = config.num_groups * config.linear_per_group
-    state = 4 * batch * layers * config.gdn_value_heads * config.gdn_key_dim * config.gdn_value_dim
+    state = 4 * rows * layers * config.gdn_value_heads * config.gdn_key_dim * config.gdn_value_dim
     visible = args.prompt + args.new / 2
-    keys = 2 * 4 * batch * config.num_groups * config.num_kv_heads * config.head_dim * visible
+    keys = 2 * 4 * rows * config.num_groups * config.num_kv_heads * config.head_dim * visible
     moved = 2 * state + keys
-    numbers = jnp.ones(int(moved / 8), jnp.float32)
-    copying = jax.jit(
-        lambda x: lax.fori_loop(0, steps, lambda _, y: y * 1.0000001, x), donate_argnums=0
-    )
+    # A step touches the weights, too: what it comes back to has left the nearest cache.
+    touched = state + keys + sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
-    def copy() -> None:
-        nonlocal numbers
-        numbers = jax.block_until_ready(copying(numbers))
+    def passes() -> Callable[[], None]:
+        numbers = jnp.ones(int(touched / 4), jnp.float32)
+        program = jax.jit(
+            lambda x: lax.fori_loop(0, steps, lambda _, y: y * 1.0000001, x), donate_argnums=0
+        )
 
-    step_s = least(products(batch, steps)) / steps
-    # The contexts, all rows and tokens in one product each.
-    fill_s = least(products(batch * args.prompt, 1))
-    bytes_s = least(copy) / steps
+        def run() -> None:
+            nonlocal numbers
+            numbers = jax.block_until_ready(program(numbers))
+
+        return run
+
+    step = least(products(rows, steps))
+    # The contexts: all rows and tokens in one product each.
+    prompt = least(products(rows * args.prompt, 1))
+    over = least(passes())
+    share = moved / (2 * touched)
+    parts = {
+        "products": [x / steps * args.new for x in step],
+        "prompt": list(prompt),
+        "bytes": [x / steps * share * args.new for x in over],
+    }
+    flops = sum(2 * args.batch * kernel.size for kernel in kernels)
     return {
-        "products_s": step_s * args.new,
-        "prompt_s": fill_s,
-        "bytes_s": bytes_s * args.new,
-        "gflop_per_s": flops / step_s / 1e9,
-        "gbyte_per_s": moved / bytes_s / 1e9,
+        **{
+            f"{part}_{kind}": x
+            for part, xs in parts.items()
+            for kind, x in zip(KINDS, xs, strict=True)
+        },
+        "gflop_per_s": flops * steps / step[0] / 1e9,
+        "gbyte_per_s": 2 * touched * steps / over[0] / 1e9,
     }
 
 
-def least(run: Callable[[], Any], rounds: int = 7) -> float:
+def least(run: Callable[[], Any], rounds: int = 7) -> tuple[float, float]:
+    """Shortest wall and CPU seconds, the first run left out."""
     run()
-    best = float("inf")
+    best = (float("inf"), float("inf"))
     for _ in range(rounds):
-        began = time.perf_counter()
+        wall, cpu = time.perf_counter(), time.process_time()
         run()
-        best = min(best, time.perf_counter() - began)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        best = (min(best[0], wall), min(best[1], cpu))
     return best
 
 
@@ -291,24 +302,30 @@ def report(found: Any, bounds: Any, load: tuple[float, float], args: argparse.Na
             f"{side:<14} {made / wall[side]:>9.0f} {made / cpu[side]:>13.0f}"
             f" {wall[side]:>8.3f} {cpu[side]:>8.3f}"
         )
-    least_of = {key: min(b[key] for b in bounds) for key in ("products_s", "prompt_s", "bytes_s")}
-    limit = sum(least_of.values())
+    part = {
+        f"{name}_{kind}": min(b[f"{name}_{kind}"] for b in bounds)
+        for name in ("products", "prompt", "bytes")
+        for kind in KINDS
+    }
+    limit = {kind: sum(x for name, x in part.items() if name.endswith(kind)) for kind in KINDS}
     rates = {key: max(b[key] for b in bounds) for key in ("gflop_per_s", "gbyte_per_s")}
     print(
-        f"bound          {made / limit:>9.0f}{'':>15}{limit:>8.3f}   products"
-        f" {least_of['products_s']:.3f} s at {rates['gflop_per_s']:.0f} GFLOP/s, contexts"
-        f" {least_of['prompt_s']:.3f} s, bytes {least_of['bytes_s']:.3f} s at"
+        f"{'bound':<14} {made / limit['wall']:>9.0f} {made / limit['cpu']:>13.0f}"
+        f" {limit['wall']:>8.3f} {limit['cpu']:>8.3f}\n"
+        f"  by wall: products {part['products_wall']:.3f} s at {rates['gflop_per_s']:.0f} GFLOP/s,"
+        f" contexts {part['prompt_wall']:.3f} s, bytes {part['bytes_wall']:.3f} s at"
         f" {rates['gbyte_per_s']:.0f} GB/s"
     )
     ratio = wall["transformers"] / wall["trsi_jax"]
     ratio_cpu = cpu["transformers"] / cpu["trsi_jax"]
-    of_bound = wall["trsi_jax"] / limit
+    of_bound = wall["trsi_jax"] / limit["wall"]
+    of_bound_cpu = cpu["trsi_jax"] / limit["cpu"]
     print(f"trsi_jax / transformers: {ratio:.1f} by wall, {ratio_cpu:.1f} by CPU; target >= 5")
-    print(f"trsi_jax over the bound: {of_bound:.2f}; target <= 2")
+    print(f"trsi_jax over bound: {of_bound:.2f} by wall, {of_bound_cpu:.2f} by CPU; target <= 2")
     print(f"load average {load[0]:.1f} before, {load[1]:.1f} after, {os.cpu_count()} cores")
     if args.json:
-        content = {"found": found, "bounds": bounds, "load": load, "ratio": ratio}
-        args.json.write_text(json.dumps(content | {"of_bound": of_bound}, indent=1) + "\n")
+        content = {"found": found, "bounds": bounds, "load": load}
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
     least_ratio = CHECK_RATIO if args.check else LEAST_RATIO
     most = CHECK_OF_BOUND if args.check else MOST_OF_BOUND
     failures = []
