@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -84,7 +85,7 @@ def serve_forever(
 
 
 def make_engine(served: Served, settings: Settings) -> JaxEngine:
-    """The engine of `trsi serve`: one block, contexts by chunks, new requests at once.
+    """The engine of `trsi serve`: contexts by chunks, new requests at once, one block a stream.
 
     Raises:
       UserError: for a context the model has no positions for, or devices that are not there.
@@ -105,13 +106,17 @@ def make_engine(served: Served, settings: Settings) -> JaxEngine:
             where = shardings(mesh, specs(rules, served.params, mesh.shape))
         except ValueError as error:
             raise UserError(f"--tensor {settings.tensor}: {error}") from error
+    # A step of a model that a CPU can serve keeps one core busy; a block for each shares the work.
+    cores = os.cpu_count() or 1
+    streams = min(cores, settings.slots, 4) if jax.default_backend() == "cpu" else 1
     try:
         return JaxEngine(
             config,
             served.params,
             context_len=context,
             max_sessions=settings.slots,
-            block_width=settings.slots,
+            block_width=-(-settings.slots // streams),
+            streams=streams,
             linger_s=0.0,
             steps_per_call=settings.steps,
             prefill_chunk=settings.prefill_chunk,
