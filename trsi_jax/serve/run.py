@@ -107,8 +107,9 @@ def make_engine(served: Served, settings: Settings) -> JaxEngine:
         except ValueError as error:
             raise UserError(f"--tensor {settings.tensor}: {error}") from error
     # A step of a model that a CPU can serve keeps one core busy; a block for each shares the work.
-    cores = os.cpu_count() or 1
-    streams = min(cores, settings.slots, 4) if jax.default_backend() == "cpu" else 1
+    # Not on a mesh: programs that wait for each other's devices must not run side by side.
+    alone = settings.tensor == 1 and jax.default_backend() == "cpu"
+    streams = min(os.cpu_count() or 1, settings.slots, 4) if alone else 1
     try:
         return JaxEngine(
             config,
