@@ -24,6 +24,7 @@ import numpy.typing as npt
 from rollout.errors import EngineError, InvalidRequest
 from rollout.protocols import (
     EngineCaps,
+    EngineState,
     EngineStatus,
     FinishKind,
     GenerateRequest,
@@ -274,7 +275,8 @@ class JaxEngine:
     async def status(self) -> tuple[EngineStatus, ...]:
         """One entry: this engine."""
         waiting = sum(len(block.jobs) for block in self._blocks)
-        state = "closed" if self._closed else "ready" if self._serving.is_set() else "paused"
+        state = EngineState.READY if self._serving.is_set() else EngineState.PAUSED
+        state = EngineState.CLOSED if self._closed else state
         return (
             EngineStatus(
                 engine_id=self._engine_id,
