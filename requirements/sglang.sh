@@ -33,7 +33,8 @@ else
   # Without dependencies: sglang asks for CUDA kernels, and torchvision from the index for CUDA torch.
   $pip torch==2.13.0
   $pip --no-deps torchvision==0.28.0 "sglang==$version"
-  $pip --requirement requirements/sglang-cpu.txt
+  # pip then lists what sglang's own pins still miss: everything for CUDA.
+  said=$($pip --requirement requirements/sglang-cpu.txt 2>&1) || stop "$said"
 fi
 printf '%s' "$state" >"$stamp"
 printf 'setup: sglang %s (%s) in %s\n' "$version" "$kind" "$venv"

@@ -89,8 +89,8 @@ class SnapshotRefused(EngineError):
     kind = "engine-snapshot"
 
 
-class FleetUnavailable(RolloutError):
-    """Too few servers are left to go on. No fault of any episode, so none is masked for it."""
+class FleetUnavailable(EngineError):
+    """Too few servers are left to go on: no fault of an episode, so none is masked for it."""
 
     kind = "fleet"
 

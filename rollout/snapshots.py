@@ -234,7 +234,7 @@ def published(folder: Path) -> list[tuple[int, Path]]:
 
 def prune(folder: Path, keep: int, spared: Collection[Path] = ()) -> None:
     """Remove all but the newest `keep` snapshots, and what a killed publication left."""
-    for path in folder.glob(".v*.partial"):
+    for path in folder.glob(".*.partial"):
         shutil.rmtree(path, ignore_errors=True)
     for _, path in published(folder)[:-keep]:
         if path not in spared:

@@ -67,7 +67,6 @@ class Piece:
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: FinishKind
-    matched_stop: int | None
     labels: tuple[tuple[str, int, int], ...]
     prompt_tokens: int
     cached_tokens: int
@@ -291,8 +290,9 @@ class Server:
                 status = int(reason["status_code"])
                 trouble = Trouble.REFUSED if 400 <= status < 500 else Trouble.BROKEN
                 raise self._trouble(trouble, f"/generate: {status} {reason.get('message')}")
-            finish = FinishKind(reason.get("type"))
-            matched = reason.get("matched")
+            finish = FinishKind(reason["type"])
+            if finish is FinishKind.STOP and not ids:
+                raise ValueError("stopped without a token")
             spans = meta.get("weight_versions") or [
                 {"version": meta.get("weight_version"), "start": 0, "end": len(ids)}
             ]
@@ -301,7 +301,6 @@ class Server:
                 output_ids=ids,
                 logprobs=logprobs,
                 finish=finish,
-                matched_stop=matched if isinstance(matched, int) else None,
                 labels=labels,
                 prompt_tokens=int(meta["prompt_tokens"]),
                 cached_tokens=int(meta.get("cached_tokens") or 0),
@@ -344,5 +343,3 @@ def _message(reply: httpx.Response) -> str:
 
 def _say(error: Exception) -> str:
     return f"{type(error).__name__} {error}".strip()
-
-

@@ -1,6 +1,7 @@
 """Many SGLang servers as one engine: where a request goes, and what happens when one fails.
 
-A server is in one of the states of `State`. Requests go to READY servers alone: a session's
+A server is in one of the states of `EngineState`; POISONED is also one that failed the current
+weights and gets no other try before the next ones. Requests go to READY servers alone: a session's
 requests to the one that has its cache, other ones to the one with the least to do. Weights,
 aborts and questions go to every server itself. What a server sampled before it was paused, or
 its request was aborted, is kept, and the rest is asked for again: no token is lost, and each
@@ -16,9 +17,8 @@ import math
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -30,10 +30,12 @@ from rollout.engines.sglang.client import Piece, Server, ServerTrouble, Trouble,
 from rollout.errors import EngineError, FleetUnavailable, InvalidRequest, SnapshotRefused
 from rollout.protocols import (
     EngineCaps,
+    EngineState,
     EngineStatus,
     FinishKind,
     GenerateRequest,
     GenerateResult,
+    SamplingSpec,
     TensorSpec,
     UpdateReport,
     VersionSpan,
@@ -42,26 +44,6 @@ from rollout.protocols import (
 
 _MAX_RESCALED_VOCABULARY = 4096
 _STRIKES = 3
-
-
-class State(StrEnum):
-    """Of one server.
-
-    Attributes:
-      STARTING: not reached yet.
-      READY: serves the current weights.
-      PAUSED: its weights are being replaced.
-      STALE: alive, with other weights than the current ones (a restarted server).
-      DEAD: can't be reached.
-      OUT: alive or not, it failed the current weights and gets no other try before the next ones.
-    """
-
-    STARTING = "starting"
-    READY = "ready"
-    PAUSED = "paused"
-    STALE = "stale"
-    DEAD = "dead"
-    OUT = "out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +88,7 @@ class _Slot:
     """One server and what is known of it; `version` is -1 while unknown."""
 
     server: Server
-    state: State = State.STARTING
+    state: EngineState = EngineState.STARTING
     version: int = -1
     reason: str = ""
     on_cpu: bool = False
@@ -134,6 +116,7 @@ class _Job:
     failures: int = 0
     deaths: int = 0
     empty: int = 0
+    waiting: bool = False
     held_since: float | None = None
     avoid: dict[_Slot, float] = field(default_factory=dict)
     cached: int = 0
@@ -256,10 +239,10 @@ class SGLangFleet:
             label = await slot.server.label()
             slot.on_cpu = (await slot.server.info()).get("device") == "cpu"
         except ServerTrouble as error:
-            self._set(slot, State.DEAD, error.detail)
+            self._set(slot, EngineState.DEAD, error.detail)
             return
         slot.version = int(label) if label.isdecimal() else -1
-        self._set(slot, State.STALE, f"serves weights {label!r}")
+        self._set(slot, EngineState.STALE, f"serves weights {label!r}")
 
     # --- sessions and requests ----------------------------------------------------------------
 
@@ -299,10 +282,10 @@ class SGLangFleet:
         budget = request.sampling.max_new_tokens
         while True:
             if len(job.ids) >= budget:
-                return self._result(job, FinishKind.LENGTH, None)
+                return self._result(job, FinishKind.LENGTH)
             slot = await self._choose(job)
             if slot is None:
-                return self._result(job, FinishKind.ABORT, None)
+                return self._result(job, FinishKind.ABORT)
             rest = replace(
                 request,
                 input_ids=request.input_ids + tuple(job.ids),
@@ -317,13 +300,11 @@ class SGLangFleet:
             job.held_since = None
             if piece.output_ids:
                 job.empty = 0
-            if piece.finish is FinishKind.STOP:
-                return self._result(job, FinishKind.STOP, piece.matched_stop)
-            if piece.finish is FinishKind.LENGTH:
-                return self._result(job, FinishKind.LENGTH, None)
+            if piece.finish is not FinishKind.ABORT:
+                return self._result(job, piece.finish)
             if job.over:
-                return self._result(job, FinishKind.ABORT, None)
-            if not piece.output_ids and slot.state is State.READY:
+                return self._result(job, FinishKind.ABORT)
+            if not piece.output_ids and slot.state is EngineState.READY:
                 # Somebody else aborts there; going on at once would be a race.
                 job.empty += 1
                 await self._sleep(job, job.empty)
@@ -362,7 +343,7 @@ class SGLangFleet:
                     raise ValueError(f"tokens of version {span.version}, not {self._version}")
         except ValueError as error:
             # Restarted, or changed by somebody else: its tokens are nobody's.
-            self._set(slot, State.STALE, str(error))
+            self._set(slot, EngineState.STALE, str(error))
             slot.next_look = 0.0
             raise ServerTrouble(slot.server.url, Trouble.GARBLED, str(error)) from error
         for span in spans:
@@ -390,6 +371,7 @@ class SGLangFleet:
 
     async def _choose(self, job: _Job) -> _Slot | None:
         """The server for the next attempt; None when the job is over before there is one."""
+        job.waiting = True
         while not job.over:
             self._check_open()
             now = time.monotonic()
@@ -397,22 +379,25 @@ class SGLangFleet:
                 self._check_quorum(now)
                 slot = self._pick(job, now)
                 if slot is not None:
+                    job.waiting = False
                     return slot
-            await self._wait(job, 0.25)
+            # Nothing says that a wait of ours is over; everything else wakes.
+            pauses = [s.cool_until for s in self._slots] + list(job.avoid.values())
+            await self._wait(job, min([0.25, *(t - now for t in pauses if t > now)]))
         return None
 
     def _pick(self, job: _Job, now: float) -> _Slot | None:
         fit = [
             slot
             for slot in self._slots
-            if slot.state is State.READY
+            if slot.state is EngineState.READY
             and slot.version == self._version
             and slot.cool_until <= now
             and slot.outstanding < self._options.max_outstanding
         ]
         session = job.request.session_id
         home = self._sessions.get(session) if session is not None else None
-        if home is not None and home.state is State.READY and job.avoid.get(home, 0.0) <= now:
+        if home is not None and home.state is EngineState.READY and job.avoid.get(home, 0.0) <= now:
             # A full server is worth waiting for: it has the cache.
             return home if home in fit else None
         fit = [slot for slot in fit if job.avoid.get(slot, 0.0) <= now]
@@ -576,7 +561,7 @@ class SGLangFleet:
                     if not reason:
                         reference = sums
                         updated.append(slot.server.url)
-                    elif slot.state is State.DEAD:
+                    elif slot.state is EngineState.DEAD:
                         raise SnapshotRefused(
                             f"{checked.path}: {slot.server.url} died of it ({reason}); the other"
                             f" servers still have version {self._version}"
@@ -629,7 +614,7 @@ class SGLangFleet:
         """Give one server weights and verify them; returns why it failed, and its checksums."""
         async with slot.lock:
             server, options = slot.server, self._options
-            self._set(slot, State.PAUSED, "")
+            self._set(slot, EngineState.PAUSED, "")
             sums: dict[str, str] | None = None
             reason = ""
             try:
@@ -651,11 +636,11 @@ class SGLangFleet:
                 reason = str(error)
             if not reason:
                 slot.version, slot.strikes, slot.cool_until = snapshot.version, 0, 0.0
-                self._set(slot, State.READY, "")
+                self._set(slot, EngineState.READY, "")
                 return "", sums
             slot.refused_version = snapshot.version
             alive = await self._reached(slot, tries=3)
-            self._set(slot, State.OUT if alive else State.DEAD, reason)
+            self._set(slot, EngineState.POISONED if alive else EngineState.DEAD, reason)
             return reason, None
 
     async def _drain(self, slot: _Slot) -> None:
@@ -723,10 +708,18 @@ class SGLangFleet:
         """One entry a server, as last seen."""
         if not self._closed:
             await self.start()
+        # Requests that wait here belong to no server yet; the first entry counts them.
+        held = [sum(job.waiting for job in self._live.values()), *[0] * len(self._slots)]
         return tuple(
-            EngineStatus(slot.server.url, str(slot.state), slot.version, slot.outstanding, 0)
-            for slot in self._slots
+            EngineStatus(slot.server.url, self._shown(slot), slot.version, slot.outstanding, n)
+            for slot, n in zip(self._slots, held, strict=False)
         )
+
+    def _shown(self, slot: _Slot) -> EngineState:
+        if self._closed:
+            return EngineState.CLOSED
+        held = slot.state is EngineState.READY and not self._open.is_set()
+        return EngineState.PAUSED if held else slot.state
 
     async def _watch(self, slot: _Slot) -> None:
         """Look at one server now and then, and bring it back when it has returned."""
@@ -734,29 +727,29 @@ class SGLangFleet:
             now = time.monotonic()
             if slot.next_look <= now and not self._updating:
                 await self._visit(slot)
-                quick = slot.state is State.READY
+                quick = slot.state is EngineState.READY
                 wait = self._options.poll_s if quick else self._backoff(slot.looks)
                 slot.next_look = time.monotonic() + wait
             await asyncio.sleep(min(self._options.poll_s, 0.1))
 
     async def _visit(self, slot: _Slot) -> None:
-        if slot.state in (State.PAUSED, State.OUT):
+        if slot.state in (EngineState.PAUSED, EngineState.POISONED):
             return
         if not await self._look(slot):
             slot.looks += 1
             return
-        if slot.state is State.READY:
+        if slot.state is EngineState.READY:
             slot.looks = 0
             return
         slot.looks += 1
         async with self._update:
-            if slot.state is not State.STALE or self._version < 0:
+            if slot.state is not EngineState.STALE or self._version < 0:
                 return
             if slot.version == self._version and slot.refused_version != self._version:
                 await self._readmit(slot)
             elif self._snapshot is not None:
                 if slot.refused_version == self._version:
-                    self._set(slot, State.OUT, slot.reason)
+                    self._set(slot, EngineState.POISONED, slot.reason)
                 else:
                     await self._bring(slot, self._snapshot, self._probe, self._reference)
 
@@ -771,28 +764,28 @@ class SGLangFleet:
                     await self._check_probe(slot, self._probe)
             except (ServerTrouble, _Unverified) as error:
                 slot.version = -1
-                self._set(slot, State.STALE, str(error))
+                self._set(slot, EngineState.STALE, str(error))
                 return
             slot.strikes, slot.cool_until = 0, 0.0
-            self._set(slot, State.READY, "")
+            self._set(slot, EngineState.READY, "")
 
     async def _look(self, slot: _Slot, tries: int = 1) -> bool:
         """Ask for the version and note what follows; whether the server answers."""
-        if slot.state is State.PAUSED:
+        if _is_updated(slot):
             return True
         label = await self._reached(slot, tries)
-        if slot.state is State.PAUSED:
+        if _is_updated(slot):
             return True
         if label is None:
-            self._set(slot, State.DEAD, slot.reason or "does not answer")
+            self._set(slot, EngineState.DEAD, slot.reason or "does not answer")
             return False
         version = int(label) if label.isdecimal() else -1
-        if slot.state is State.OUT:
+        if slot.state is EngineState.POISONED:
             return True
-        if slot.state is State.READY and version == self._version:
+        if slot.state is EngineState.READY and version == self._version:
             return True
         slot.version = version
-        self._set(slot, State.STALE, f"serves weights {label!r}, not {self._version}")
+        self._set(slot, EngineState.STALE, f"serves weights {label!r}, not {self._version}")
         return True
 
     async def _reached(self, slot: _Slot, tries: int) -> str | None:
@@ -806,7 +799,7 @@ class SGLangFleet:
         return None
 
     def _check_quorum(self, now: float) -> None:
-        ready = sum(slot.state is State.READY for slot in self._slots)
+        ready = sum(slot.state is EngineState.READY for slot in self._slots)
         if ready >= self._options.min_servers:
             self._below_since = None
             return
@@ -819,7 +812,7 @@ class SGLangFleet:
         others = "; ".join(
             f"{slot.server.url} {slot.state}" + (f" ({slot.reason})" if slot.reason else "")
             for slot in self._slots
-            if slot.state is not State.READY
+            if slot.state is not EngineState.READY
         )
         return (
             f"{ready} of {len(self._slots)} servers serve version {self._version}, min_servers is"
@@ -846,7 +839,7 @@ class SGLangFleet:
 
     # --- small things -------------------------------------------------------------------------
 
-    def _set(self, slot: _Slot, state: State, reason: str) -> None:
+    def _set(self, slot: _Slot, state: EngineState, reason: str) -> None:
         slot.state, slot.reason = state, reason
         self._wake()
 
@@ -871,7 +864,9 @@ class SGLangFleet:
     def _backoff(self, attempt: int) -> float:
         """Doubling from `backoff_s`, at most `backoff_max_s`, times 0.5 to 1 by chance."""
         options = self._options
-        longest = min(options.backoff_s * 2.0 ** min(max(attempt - 1, 0), 30), options.backoff_max_s)
+        longest = min(
+            options.backoff_s * 2.0 ** min(max(attempt - 1, 0), 30), options.backoff_max_s
+        )
         return longest * (0.5 + 0.5 * self._random.random())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -921,13 +916,13 @@ class SGLangFleet:
             if not holds:
                 raise InvalidRequest(f"{name}: {message}")
 
-    def _result(self, job: _Job, finish: FinishKind, matched: int | None) -> GenerateResult:
+    def _result(self, job: _Job, finish: FinishKind) -> GenerateResult:
         return GenerateResult(
             request_id=job.request.request_id,
             output_ids=tuple(job.ids),
             logprobs=tuple(job.logprobs),
             finish=finish,
-            matched_stop=matched,
+            matched_stop=job.ids[-1] if finish is FinishKind.STOP else None,
             spans=tuple(job.spans),
             prompt_tokens=len(job.request.input_ids),
             cached_tokens=job.cached,
@@ -938,3 +933,25 @@ class SGLangFleet:
 
 class _Unverified(Exception):
     """A server took weights, and what it has now is not them."""
+
+
+def _is_updated(slot: _Slot) -> bool:
+    """Whether its weights are being replaced, so that nothing else may judge its state."""
+    return slot.state is EngineState.PAUSED
+
+
+_NOTHING = SamplingSpec(max_new_tokens=0)
+
+
+def _rescaled(logprob: float, row: Sequence[float], temperature: float) -> float:
+    """A log-prob at `temperature` from those at 1 of the whole vocabulary."""
+    scaled = [x / temperature for x in row]
+    top = max(scaled)
+    return logprob / temperature - top - math.log(math.fsum(math.exp(x - top) for x in scaled))
+
+
+def _probe_of(snapshot: WeightSnapshot) -> snapshots.Probe | None:
+    path = snapshot.path
+    if path is None or not (path / snapshots.MANIFEST).is_file():
+        return None
+    return snapshots.open_snapshot(path)[1]
