@@ -12,7 +12,6 @@ and the policy ratio is taken to that.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -94,7 +93,7 @@ class AsyncCollector:
         self._options = options
         self._version = first
         self._batches: dict[int, _Batch] = {}
-        self._done: list[Trajectory] = []
+        self._done: list[tuple[int, Trajectory]] = []
         self._abandoned = 0
 
     @property
@@ -121,9 +120,10 @@ class AsyncCollector:
         def keep(trajectory: Trajectory) -> None:
             batch = self._batches.get(number)
             if batch is not None:
-                self._done.append(trajectory)
+                self._done.append((number, trajectory))
                 batch.ended += 1
-                batch.changed.set()
+                if batch.ended == batch.size:
+                    batch.changed.set()
 
         return await self._collect(specs, keep)
 
@@ -153,17 +153,19 @@ class AsyncCollector:
         batch, began = self._batches[number], self._now()
         deadline = began + self._options.straggler_s
         while not batch.task.done() and batch.ended < batch.size:
-            batch.changed.clear()
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout_at(deadline):
                     await batch.changed.wait()
-            if self._now() >= deadline:
+            except TimeoutError:
                 break
         for other in list(self._batches.values()):
             if other.task.done():
-                del self._batches[other.number]
                 other.task.result()
-        taken, self._done = sorted(self._done, key=lambda t: t.id), []
+                if other.number <= number:
+                    del self._batches[other.number]
+        # What ended early of a later batch is left to it, so that batches keep their size.
+        taken = sorted((t for n, t in self._done if n <= number), key=lambda t: t.id)
+        self._done = [(n, t) for n, t in self._done if n > number]
         oldest_allowed = self._version - self._options.max_staleness
         kept, stale = [], 0
         for trajectory in taken:

@@ -143,6 +143,21 @@ def test_the_trainer_waits_for_a_straggler_no_longer_than_the_deadline_and_gets_
     drive(scenario, straggler_s=0.2)
 
 
+def test_a_batch_that_ended_early_is_left_to_its_own_update():
+    async def scenario(collector, episodes):
+        collector.admit(0, ["a"])
+        collector.admit(1, ["b", "c"])
+        for name in "bca":
+            await episodes.end(name, 0)
+        assert names(await collector.take(0)) == ["a"]
+        await collector.advance(1)
+        assert names(await collector.take(1)) == ["b", "c"]
+        with pytest.raises(ValueError, match="was not admitted"):
+            await collector.take(1)
+
+    drive(scenario)
+
+
 def test_synchronous_collection_gives_only_current_tokens():
     async def scenario(collector, episodes):
         for number in range(3):

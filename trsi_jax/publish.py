@@ -5,11 +5,15 @@ The one place where a trainer's parameters become a directory that a fleet loads
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -74,15 +78,17 @@ def publish(
     partial_directory = folder / f".{directory.name}.partial"
     if jax.process_index() == 0:
         shutil.rmtree(partial_directory, ignore_errors=True)
-    save_params(partial_directory, config, params, base=base, dtype=dtype)
-    probe = make_probe(config, params, tolerance=0.0)
+    with _Digests() as digests:
+        save_params(partial_directory, config, params, base=base, dtype=dtype, on_write=digests.add)
+        probe = make_probe(config, params, tolerance=0.0)
     snapshot = WeightSnapshot(version, directory)
     if jax.process_index() != 0:
         return snapshot
     try:
-        if base_manifest is None:
-            base_manifest = snapshots.read_manifest(partial_directory)
-        tensors = snapshots.examine(partial_directory, base_manifest)
+        # As the files themselves say it; the exporter has looked at every number.
+        tensors = snapshots.read_manifest(partial_directory)
+        snapshots.compare(tensors, base_manifest or tensors, directory.name)
+        tensors = {name: replace(s, sha256=digests.of(name)) for name, s in tensors.items()}
         if tolerance is None:
             tolerance = max(TOLERANCES.get(spec.dtype, 0.0) for spec in tensors.values())
         probe = replace(probe, tolerance=tolerance)
@@ -92,6 +98,33 @@ def publish(
         shutil.rmtree(partial_directory, ignore_errors=True)
     snapshots.prune(folder, keep)
     return replace(snapshot, manifest=tensors)
+
+
+class _Digests:
+    """SHA-256 of tensors, in a thread of its own while they are written."""
+
+    def __init__(self) -> None:
+        self._hashes: dict[str, hashlib._Hash] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="trsi-digest")
+        # Runs of a few MB that the exporter is ahead.
+        self._ahead = threading.BoundedSemaphore(32)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True)
+
+    def add(self, name: str, run: npt.NDArray[Any]) -> None:
+        """The next bytes of a tensor."""
+        digest = self._hashes.setdefault(name, hashlib.sha256())
+        self._ahead.acquire()
+        done = self._pool.submit(digest.update, run.data)
+        done.add_done_callback(lambda _: self._ahead.release())
+
+    def of(self, name: str) -> str:
+        """Of all bytes, once the writing is over."""
+        return self._hashes[name].hexdigest()
 
 
 def _manifest_of(folder: Path, base: Path | None) -> Mapping[str, TensorSpec] | None:

@@ -44,6 +44,7 @@ from rollout.protocols import (
 
 _MAX_RESCALED_VOCABULARY = 4096
 _STRIKES = 3
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,6 @@ class _Slot:
     state: EngineState = EngineState.STARTING
     version: int = -1
     reason: str = ""
-    on_cpu: bool = False
     outstanding: int = 0
     sessions: int = 0
     strikes: int = 0
@@ -237,7 +237,6 @@ class SGLangFleet:
     async def _greet(self, slot: _Slot) -> None:
         try:
             label = await slot.server.label()
-            slot.on_cpu = (await slot.server.info()).get("device") == "cpu"
         except ServerTrouble as error:
             self._set(slot, EngineState.DEAD, error.detail)
             return
@@ -673,8 +672,10 @@ class SGLangFleet:
 
         A server without the route is not held to it. On a CPU its checksum of a tensor is the
         beginning of the SHA-256 of the bytes; fused tensors have names of their own, and are
-        only compared between servers, as is everything on a GPU.
+        only compared between servers, as is everything on a GPU or served in another dtype.
         """
+        info = await slot.server.info()
+        comparable = _DTYPES.get(str(info.get("dtype"))) if info.get("device") == "cpu" else None
         try:
             sums = await slot.server.checksums(self._options.update_timeout_s)
         except ServerTrouble as error:
@@ -683,7 +684,7 @@ class SGLangFleet:
             raise
         for name, checksum in sums.items():
             spec = snapshot.manifest.get(name)
-            if slot.on_cpu and spec and not spec.sha256.startswith(checksum):
+            if spec and spec.dtype == comparable and not spec.sha256.startswith(checksum):
                 raise _Unverified(f"tensor {name} differs from the file's")
         differing = [name for name in reference or () if sums.get(name) != (reference or {})[name]]
         if differing:

@@ -47,6 +47,7 @@ def save_params(
     base: Path | None = None,
     dtype: str = "BF16",
     shard_bytes: int = 5_000_000_000,
+    on_write: Callable[[str, Bits], None] | None = None,
 ) -> Path:
     """Write a Hugging Face directory that holds `params`.
 
@@ -65,6 +66,8 @@ def save_params(
       base: directory that `params` descend from.
       dtype: without a base, storage dtype of every tensor: "BF16", "F16", "F32" or "F64".
       shard_bytes: without a base, most bytes of weights in one file.
+      on_write: called with a tensor's name and each run of its bytes, in order, on the process
+        that writes; the run is not changed afterwards.
 
     Returns:
       `directory`.
@@ -94,7 +97,9 @@ def save_params(
         partial_directory.mkdir(parents=True)
     try:
         for shard in shards:
-            _write_shard(partial_directory, shard, trained, leaves, base, writing=writing)
+            _write_shard(
+                partial_directory, shard, trained, leaves, base, writing=writing, on_write=on_write
+            )
         if writing:
             if base is not None:
                 _copy_others(base, partial_directory, shards)
@@ -132,6 +137,7 @@ def _write_shard(
     base: Path | None,
     *,
     writing: bool,
+    on_write: Callable[[str, Bits], None] | None,
 ) -> None:
     target = (directory / shard.name).open("wb") if writing else None
     source = (base / shard.name).open("rb") if base is not None and writing else None
@@ -145,9 +151,13 @@ def _write_shard(
                     for block in _rows(numbers, part, stored, directory):
                         if target is not None:
                             target.write(block.data)
+                            if on_write is not None:
+                                on_write(stored.name, block)
             elif source is not None and target is not None:
                 source.seek(stored.start)
-                _copy_bytes(source, target, stored.stop - stored.start)
+                for run in _copy_bytes(source, target, stored.stop - stored.start):
+                    if on_write is not None:
+                        on_write(stored.name, np.frombuffer(run, np.uint8))
         if target is not None and target.tell() != shard.tensors[-1].stop:
             raise RuntimeError(f"{shard.name}: wrote {target.tell()} bytes")
     finally:
@@ -218,12 +228,14 @@ def _rows(numbers: Bits, part: names.Part, stored: Stored, directory: Path) -> I
         yield block
 
 
-def _copy_bytes(source: BinaryIO, target: BinaryIO, count: int) -> None:
+def _copy_bytes(source: BinaryIO, target: BinaryIO, count: int) -> Iterator[bytes]:
+    """Copy, giving what was copied."""
     while count:
         block = source.read(min(count, _COPY_BYTES))
         if not block:
             raise UserError(f"{source.name}: cut off while it was copied")
         target.write(block)
+        yield block
         count -= len(block)
 
 
