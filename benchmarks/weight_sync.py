@@ -1,6 +1,6 @@
 """What a weight push costs, beside a plain copy of the same bytes, on real servers.
 
-    TRSI_SGLANG_PYTHON=.venv-sglang/bin/python python benchmarks/weight_sync.py [--layers N] [--rounds N]
+    TRSI_SGLANG_PYTHON=.venv-sglang/bin/python python benchmarks/weight_sync.py [--layers N]
 
 A push is everything from parameters in the trainer to verified servers: export, validation,
 digests, sync to disk, publication, pause, load, version, checksums, probe, go on. The copy writes

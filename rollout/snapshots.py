@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -215,13 +215,13 @@ def reveal(partial: Path, directory: Path) -> None:
 
 def latest(folder: Path) -> Path | None:
     """The newest published directory of `folder`; None before the first."""
+    there = {path.name: path for _, path in published(folder)}
     try:
         name = (folder / LATEST).read_text("utf-8").strip()
     except FileNotFoundError:
-        return None
-    if not _NAME.fullmatch(name) or not (folder / name / MANIFEST).is_file():
-        raise UserError(f"{folder / LATEST} names {name!r}, which is no published snapshot")
-    return folder / name
+        name = ""
+    # A kill between two renames can leave the pointer behind.
+    return there.get(name) or next(reversed(there.values()), None)
 
 
 def published(folder: Path) -> list[tuple[int, Path]]:
@@ -234,16 +234,26 @@ def published(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def prune(folder: Path, keep: int, spared: Collection[Path] = ()) -> None:
+def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep` snapshots, and what a killed publication left."""
     for path in folder.glob(".*.partial"):
         shutil.rmtree(path, ignore_errors=True)
     for _, path in published(folder)[:-keep]:
-        if path not in spared:
-            # Out of sight first: nobody reads a directory that is being emptied.
-            gone = path.with_name(f".{path.name}.partial")
-            path.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+        _remove(path)
+
+
+def forget(folder: Path, version: int) -> None:
+    """Remove the snapshots of this version and of later ones."""
+    for number, path in published(folder):
+        if number >= version:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    # Out of sight first: nobody reads a directory that is being emptied.
+    gone = path.with_name(f".{path.name}.gone.partial")
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def mean_gap(said: Sequence[float], expected: Sequence[float]) -> float:

@@ -18,10 +18,10 @@ from tests.fault_proxy import Call, HttpServer, Reply, as_json
 VOCAB = 97
 
 
-def token_of(version: str, context: tuple[int, ...]) -> tuple[int, float]:
+def token_of(version: str, context: tuple[int, ...], vocab: int = VOCAB) -> tuple[int, float]:
     """The token after `context`, and its log-prob."""
     digest = hashlib.sha256(f"{version} {context}".encode()).digest()
-    return digest[0] % VOCAB, -1.0 - digest[1] / 256
+    return digest[0] % vocab, -1.0 - digest[1] / 256
 
 
 @dataclass
@@ -35,15 +35,20 @@ class Running:
 class FakeSGLang(HttpServer):
     """One server; `start` again on the same port is a restart, with weights "default" or given."""
 
-    def __init__(self, *, version: str = "default", token_s: float = 0.0) -> None:
+    def __init__(
+        self, *, version: str = "default", token_s: float = 0.0, vocab: int = VOCAB
+    ) -> None:
         super().__init__(self._handle)
         self.version = version
         self.held = version
         self.token_s = token_s
+        self.vocab = vocab
+        self.probe: snapshots.Probe | None = None
         self.running: dict[str, Running] = {}
         self.paused = False
         self.dies_of: set[str] = set()
         self.wrong_weights = False
+        self.reads_probe = False
 
     async def _handle(self, call: Call) -> Reply:
         body = call.body or {}
@@ -86,6 +91,7 @@ class FakeSGLang(HttpServer):
         if not path.is_dir():
             return as_json({"success": False, "message": f"no {path}"}, 400)
         manifest = snapshots.read_manifest(path)
+        self.probe = snapshots.open_snapshot(path)[1] if self.reads_probe else None
         self.version = body["weight_version"]
         self.held = "other" if self.wrong_weights else f"{self.version} {sorted(manifest)}"
         return as_json({"success": True, "message": "", "num_paused_requests": 0})
@@ -94,8 +100,11 @@ class FakeSGLang(HttpServer):
         rid, sampling = body["rid"], body["sampling_params"]
         if rid in self.running:
             return as_json({"error": {"message": "duplicate"}}, 400)
-        request = self.running[rid] = Running()
         prompt = tuple(body["input_ids"])
+        if self.probe and prompt == self.probe.ids and not sampling["max_new_tokens"]:
+            rows = [[x, t, None] for x, t in zip((None, *self.probe.logprobs), prompt, strict=True)]
+            return as_json({"output_ids": [], "meta_info": {"input_token_logprobs": rows}})
+        request = self.running[rid] = Running()
         try:
             while len(request.ids) < sampling["max_new_tokens"]:
                 await asyncio.sleep(self.token_s)
@@ -104,7 +113,7 @@ class FakeSGLang(HttpServer):
                 if self.paused:
                     await asyncio.sleep(0.005)
                     continue
-                token, logprob = token_of(self.version, prompt + tuple(request.ids))
+                token, logprob = token_of(self.version, prompt + tuple(request.ids), self.vocab)
                 if request.spans and request.spans[-1][0] == self.version:
                     request.spans[-1][2] += 1
                 else:

@@ -49,6 +49,32 @@ class EngineSection(Section):
     """Tokens a session may hold."""
 
 
+class FleetSection(Section):
+    """SGLang servers that sample instead of this process (docs/fleet.md); None: no servers."""
+
+    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Of the servers; they may change when a run goes on."""
+    weights: str
+    """Folder that weights are published in; servers read it under the same path."""
+    base: str | None = None
+    """Hugging Face directory that the parameters descend from; None exports a text-only model."""
+    dtype: Literal["BF16", "F16", "F32"] = "BF16"
+    """Of the published weights, without a base."""
+    keep: Count = 3
+    """Published snapshots that stay."""
+    min_servers: Count = 1
+    """Fewer that serve the current weights, for longer than `recovery`, end the run."""
+    recovery: Positive = 300.0
+    max_outstanding: Count = 256
+    """Requests that a server has at once."""
+    max_staleness: Annotated[int, Field(ge=0)] = 1
+    """Updates that PPO's rollouts may be behind; 0: sampling and training take turns."""
+    over_stale: Literal["drop", "mask"] = "drop"
+    """What becomes of a trajectory with an older token."""
+    straggler: Positive = 600.0
+    """Seconds that an update waits for its episodes; what ends later joins the next one."""
+
+
 class SandboxSection(Section):
     """Where commands run."""
 
@@ -239,6 +265,7 @@ class Config(Section):
     adam: AdamSection = AdamSection()
     sharding: ShardingSection = ShardingSection()
     evaluation: EvaluationSection = EvaluationSection()
+    fleet: FleetSection | None = None
     stages: tuple[Stage, ...]
 
     @model_validator(mode="after")
@@ -278,7 +305,10 @@ class Config(Section):
         ignored = {"seed"}
         if self.sharding == ShardingSection():
             ignored.add("sharding")  # Digests of runs on one device are older than the section.
+        ignored.add("fleet")
         content = self.model_dump(mode="json", exclude=ignored)
+        if self.fleet is not None:  # Older digests again; and where servers are decides nothing.
+            content["fleet"] = self.fleet.model_dump(mode="json", exclude={"urls", "weights"})
         for stage, dumped in zip(self.stages, content["stages"], strict=True):
             for key in _LATER if isinstance(stage, RprStage) else ():
                 if getattr(stage, key) == RprStage.model_fields[key].get_default(

@@ -42,6 +42,7 @@ def publish(
     dtype: str = "BF16",
     keep: int = 3,
     tolerance: float | None = None,
+    again: bool = False,
 ) -> WeightSnapshot:
     """Write parameters as a published snapshot, complete or not at all.
 
@@ -59,7 +60,8 @@ def publish(
         in `folder` where there is no base.
       dtype: without a base, storage dtype of every tensor.
       keep: snapshots that stay, this one included.
-      tolerance: of the probe; None takes `TOLERANCES` of the embedding's dtype.
+      tolerance: of the probe; None takes the largest of `TOLERANCES` of its dtypes.
+      again: a run that goes on: this version, and later ones, were published by what was lost.
 
     Returns:
       The snapshot, with its manifest.
@@ -93,6 +95,8 @@ def publish(
             tolerance = max(TOLERANCES.get(spec.dtype, 0.0) for spec in tensors.values())
         probe = replace(probe, tolerance=tolerance)
         snapshots.write_manifest(partial_directory, version, tensors, probe)
+        if again:
+            snapshots.forget(folder, version)
         snapshots.reveal(partial_directory, directory)
     finally:
         shutil.rmtree(partial_directory, ignore_errors=True)

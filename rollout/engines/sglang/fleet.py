@@ -560,7 +560,7 @@ class SGLangFleet:
                     if not reason:
                         reference = sums
                         updated.append(slot.server.url)
-                    elif slot.state is EngineState.DEAD:
+                    elif slot.state is EngineState.DEAD and slot.refused_version == checked.version:
                         raise SnapshotRefused(
                             f"{checked.path}: {slot.server.url} died of it ({reason}); the other"
                             f" servers still have version {self._version}"
@@ -615,11 +615,12 @@ class SGLangFleet:
             server, options = slot.server, self._options
             self._set(slot, EngineState.PAUSED, "")
             sums: dict[str, str] | None = None
-            reason = ""
+            reason, given = "", False
             try:
                 try:
                     await server.pause()
                     await self._drain(slot)
+                    given = True
                     await server.update(
                         str(snapshot.path), str(snapshot.version), options.update_timeout_s
                     )
@@ -637,7 +638,8 @@ class SGLangFleet:
                 slot.version, slot.strikes, slot.cool_until = snapshot.version, 0, 0.0
                 self._set(slot, EngineState.READY, "")
                 return "", sums
-            slot.refused_version = snapshot.version
+            if given:
+                slot.refused_version = snapshot.version
             alive = await self._reached(slot, tries=3)
             self._set(slot, EngineState.POISONED if alive else EngineState.DEAD, reason)
             return reason, None
