@@ -185,7 +185,7 @@ async def trajectory(fleet: SGLangFleet, s: Subject, name: str, versions: dict[i
     return len(seen)
 
 
-def test_two_servers_one_killed_one_stale_one_fed_bad_weights(world: World) -> None:
+def test_a_pair_of_servers_one_killed_one_stale_one_fed_bad_weights(world: World) -> None:
     # The first server is behind a proxy that can point its updates at another directory.
     elsewhere: list[Path] = []
 

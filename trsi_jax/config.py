@@ -248,6 +248,10 @@ _LATER = ("value_loss", "critic_updates", "frozen_attention", "estimator_options
 configuration, and so its digest, what it was."""
 
 
+_PLACES = {"urls", "weights", "keep", "min_servers", "recovery", "max_outstanding"}
+"""Options of a fleet that say where and how well it runs, and may change when a run goes on."""
+
+
 class Config(Section):
     """A whole run."""
 
@@ -302,13 +306,12 @@ class Config(Section):
 
     def digest(self) -> str:
         """SHA-256 of everything that decides the result but the seed, as 16 hex digits."""
-        ignored = {"seed"}
+        ignored = {"seed", "fleet"}
         if self.sharding == ShardingSection():
             ignored.add("sharding")  # Digests of runs on one device are older than the section.
-        ignored.add("fleet")
         content = self.model_dump(mode="json", exclude=ignored)
-        if self.fleet is not None:  # Older digests again; and where servers are decides nothing.
-            content["fleet"] = self.fleet.model_dump(mode="json", exclude={"urls", "weights"})
+        if self.fleet is not None:  # As old; and what servers there are decides nothing.
+            content["fleet"] = self.fleet.model_dump(mode="json", exclude=_PLACES)
         for stage, dumped in zip(self.stages, content["stages"], strict=True):
             for key in _LATER if isinstance(stage, RprStage) else ():
                 if getattr(stage, key) == RprStage.model_fields[key].get_default(
