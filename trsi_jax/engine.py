@@ -10,11 +10,12 @@ Since rows are independent and keys belong to requests, timing decides nothing a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from rollout.errors import EngineError, InvalidRequest, UserError
 from rollout.protocols import (
@@ -268,29 +270,27 @@ class JaxEngine:
         Raises:
           InvalidRequest: for ids or a start that cannot be scored.
         """
-        self._check_ids("score", ids)
+        tokens, segments = self._padded("score", ids)
         if not 1 <= start <= len(ids):
             raise InvalidRequest(f"score: start {start} is outside 1..{len(ids)}")
         if not temperature >= 0 or not np.isfinite(temperature):
             raise InvalidRequest(f"score: temperature must be >= 0, got {temperature}")
-        padded = -(-len(ids) // _SCORE_MULTIPLE) * _SCORE_MULTIPLE
-        tokens = np.zeros((1, padded), np.int32)
-        tokens[0, : len(ids)] = ids
-        segments = (np.arange(padded) < len(ids)).astype(np.int32)[None]
-
-        def compute() -> Any:
-            return np.asarray(
-                _score(self._config, self._params, tokens, segments, np.float32(temperature))
-            )
-
-        self._urgent += 1
-        try:
-            async with self._device:
-                self._check_open()
-                scores = await asyncio.get_running_loop().run_in_executor(self._pool, compute)
-        finally:
-            self._urgent -= 1
+        compute = partial(
+            _score, self._config, self._params, tokens, segments, np.float32(temperature)
+        )
+        scores = await self._between_calls(lambda: np.asarray(compute()))
         return tuple(float(x) for x in scores[start - 1 : len(ids) - 1])
+
+    async def distributions(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Log-probs at temperature 1 of every id at each place but the first, [N - 1, V].
+
+        Raises:
+          InvalidRequest: for ids that cannot be scored.
+        """
+        tokens, segments = self._padded("distributions", ids)
+        compute = partial(_distributions, self._config, self._params, tokens, segments)
+        whole = await self._between_calls(lambda: np.asarray(compute()))
+        return whole[: len(ids) - 1]
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """Stop requests (None: all) within one call of the loop; callers get what there is."""
@@ -323,20 +323,22 @@ class JaxEngine:
         began = time.monotonic()
         self._check_open()
         params = await asyncio.to_thread(self._params_of, snapshot)
-        self._urgent += 1
-        try:
-            async with self._device:
-                self._check_open()
-                self._params = params
-                self._version = snapshot.version
-                self._weights += 1
-        finally:
-            self._urgent -= 1
+        async with self._cut_in():
+            self._params = params
+            self._version = snapshot.version
+            self._weights += 1
         return UpdateReport(
             version=snapshot.version,
             seconds=time.monotonic() - began,
             updated=(self._engine_id,),
         )
+
+    async def flush_cache(self) -> bool:
+        """Forget every cache; False, and nothing is forgotten, while requests are live."""
+        if self._live:
+            return False
+        self._weights += 1
+        return True
 
     async def status(self) -> tuple[EngineStatus, ...]:
         """One entry: this engine."""
@@ -367,6 +369,35 @@ class JaxEngine:
         self._slots.clear()
         self._queue.clear()
         self._pool.shutdown(wait=True)
+
+    # --- the device ---------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _cut_in(self) -> AsyncIterator[None]:
+        """Hold the device between two calls of whatever block runs."""
+        self._urgent += 1
+        try:
+            async with self._device:
+                self._check_open()
+                yield
+        finally:
+            self._urgent -= 1
+
+    async def _between_calls(
+        self, compute: Callable[[], npt.NDArray[np.float32]]
+    ) -> npt.NDArray[np.float32]:
+        async with self._cut_in():
+            return await asyncio.get_running_loop().run_in_executor(self._pool, compute)
+
+    def _padded(
+        self, name: str, ids: Sequence[int]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Ids and segments [1, T] for the training forward, T of few sizes."""
+        self._check_ids(name, ids)
+        padded = -(-len(ids) // _SCORE_MULTIPLE) * _SCORE_MULTIPLE
+        tokens = np.zeros((1, padded), np.int32)
+        tokens[0, : len(ids)] = ids
+        return tokens, (np.arange(padded) < len(ids)).astype(np.int32)[None]
 
     # --- slots --------------------------------------------------------------------------------
 
@@ -678,8 +709,26 @@ def _score(
     temperature: jax.Array,
 ) -> jax.Array:
     """[1, T] ids -> [T-1] log-probs of the tokens 1..T-1."""
+    logprob = _forward(config, params, token_ids, segment_ids, temperature)
+    return jnp.take_along_axis(logprob, token_ids[0, 1:, None], axis=-1)[:, 0]
+
+
+@partial(jax.jit, static_argnums=0)
+def _distributions(
+    config: ModelConfig, params: Params, token_ids: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
+    """[1, T] ids -> [T-1, V] log-probs at the places 1..T-1."""
+    return _forward(config, params, token_ids, segment_ids, jnp.float32(1))
+
+
+def _forward(
+    config: ModelConfig,
+    params: Params,
+    token_ids: jax.Array,
+    segment_ids: jax.Array,
+    temperature: jax.Array,
+) -> jax.Array:
     positions = jnp.arange(token_ids.shape[1])[None]
     hidden = hidden_states(config, params, token_ids, segment_ids, positions)
     scores = logits(config, params, hidden[0, :-1]).astype(jnp.float32)
-    logprob = jax.nn.log_softmax(scores / jnp.where(temperature == 0, 1, temperature))
-    return jnp.take_along_axis(logprob, token_ids[0, 1:, None], axis=-1)[:, 0]
+    return jax.nn.log_softmax(scores / jnp.where(temperature == 0, 1, temperature))

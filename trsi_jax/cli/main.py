@@ -17,6 +17,7 @@ from trsi_jax.cli import (
     rescore,
     run,
     seeds,
+    serve,
     show,
     store,
     tasks,
@@ -35,6 +36,7 @@ app.command("run")(run.run)
 app.command("seeds")(seeds.seeds)
 app.command("report")(report.report)
 app.command("show")(show.show)
+app.command("serve")(serve.serve)
 app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
 app.command("rescore")(rescore.rescore)
