@@ -27,7 +27,7 @@ if grep -E '([2-9]|[0-9]{2,}) skipped' "$work/log"; then
   echo 'fleet: a test on a real server was skipped' >&2
   exit 1
 fi
-"$bin/python" -m pytest --quiet -m fleet tests/test_fleet_run.py
+"$bin/python" -m pytest --quiet -m fleet tests/test_fleet_run.py tests/test_fleet_serve.py
 
 # The command that users start servers with, and the server itself behind it.
 "$bin/python" - "$work/weights" <<'PY'

@@ -16,6 +16,7 @@ import itertools
 import math
 import random
 import time
+import zlib
 from collections import OrderedDict
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -278,7 +279,10 @@ class SGLangFleet:
 
     async def _generate(self, job: _Job) -> GenerateResult:
         request = job.request
-        budget = request.sampling.max_new_tokens
+        budget, seed = request.sampling.max_new_tokens, request.sampling.seed
+        if seed is None and self._caps.seeded_sampling:
+            # What is sent has another name at each attempt; the request's own one decides.
+            seed = zlib.crc32(request.request_id.encode())
         while True:
             if len(job.ids) >= budget:
                 return self._result(job, FinishKind.LENGTH)
@@ -288,7 +292,7 @@ class SGLangFleet:
             rest = replace(
                 request,
                 input_ids=request.input_ids + tuple(job.ids),
-                sampling=replace(request.sampling, max_new_tokens=budget - len(job.ids)),
+                sampling=replace(request.sampling, max_new_tokens=budget - len(job.ids), seed=seed),
             )
             try:
                 piece = await self._attempt(slot, job, rest)
