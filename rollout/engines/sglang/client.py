@@ -17,7 +17,7 @@ import httpx
 from rollout.errors import EngineError
 from rollout.protocols import FinishKind, GenerateRequest, VersionSpan
 
-ANY = httpx.Timeout(None)
+ANY = httpx.Timeout(None, connect=10.0)
 
 
 class Trouble(StrEnum):
@@ -239,10 +239,10 @@ class Server:
                 reply = await self._http.request(
                     method, self.url + route, json=body, timeout=timeout
                 )
-        except (TimeoutError, httpx.TimeoutException) as error:
-            raise self._trouble(Trouble.LATE, f"{route}: no reply in {timeout_s:g} s") from error
-        except httpx.ConnectError as error:
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise self._trouble(Trouble.UNREACHED, f"{route}: {_say(error)}") from error
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise self._trouble(Trouble.LATE, f"{route}: no reply in {timeout_s} s") from error
         except (httpx.TransportError, httpx.DecodingError, httpx.StreamError) as error:
             raise self._trouble(Trouble.LOST, f"{route}: {_say(error)}") from error
         if reply.status_code != 200:

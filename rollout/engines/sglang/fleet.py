@@ -342,7 +342,8 @@ class SGLangFleet:
         try:
             spans = spans_of(piece.labels, len(piece.output_ids), len(job.ids))
             for span in spans:
-                if not before <= span.version <= self._version:
+                low, high = sorted((before, self._version))
+                if not low <= span.version <= high:
                     raise ValueError(f"tokens of version {span.version}, not {self._version}")
         except ValueError as error:
             # Restarted, or changed by somebody else: its tokens are nobody's.
@@ -400,7 +401,12 @@ class SGLangFleet:
         ]
         session = job.request.session_id
         home = self._sessions.get(session) if session is not None else None
-        if home is not None and home.state is EngineState.READY and job.avoid.get(home, 0.0) <= now:
+        if (
+            home is not None
+            and home.state is EngineState.READY
+            and home.strikes < _STRIKES
+            and job.avoid.get(home, 0.0) <= now
+        ):
             # A full server is worth waiting for: it has the cache.
             return home if home in fit else None
         fit = [slot for slot in fit if job.avoid.get(slot, 0.0) <= now]
@@ -451,8 +457,12 @@ class SGLangFleet:
         slot.strikes += 1
         if slot.strikes >= _STRIKES:
             slot.cool_until = time.monotonic() + self._backoff(slot.strikes)
-        if error.trouble is Trouble.UNREACHED:
+        if error.trouble is Trouble.UNREACHED and dead:
             return
+        if error.trouble is Trouble.LOST and not dead and not _is_updated(slot):
+            # It may be another process by now, with the same claim: to be verified again.
+            self._set(slot, EngineState.STALE, error.detail)
+            slot.next_look = 0.0
         job.failures += 1
         if job.failures > options.retries:
             raise EngineError(f"{name}: failed {job.failures} times, at last {error}") from error
@@ -551,7 +561,8 @@ class SGLangFleet:
         async with self._update:
             checked = await asyncio.to_thread(self._checked, snapshot)
             probe = await asyncio.to_thread(_probe_of, checked)
-            alive = [slot for slot in self._slots if await self._look(slot)]
+            answers = await asyncio.gather(*map(self._look, self._slots))
+            alive = [slot for slot, lives in zip(self._slots, answers, strict=True) if lives]
             failed = {slot.server.url: slot.reason for slot in self._slots if slot not in alive}
             updated: list[str] = []
             reference: dict[str, str] | None = None
@@ -765,10 +776,7 @@ class SGLangFleet:
         async with slot.lock:
             try:
                 await slot.server.resume()
-                if self._snapshot is not None:
-                    if self._options.checksums:
-                        await self._check_sums(slot, self._snapshot, self._reference)
-                    await self._check_probe(slot, self._probe)
+                await self._check_probe(slot, self._probe)
             except (ServerTrouble, _Unverified) as error:
                 slot.version = -1
                 self._set(slot, EngineState.STALE, str(error))
