@@ -6,8 +6,10 @@ import json
 import math
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,6 +37,7 @@ from trsi_jax.model.hf.files import (
 from trsi_jax.model.hf.match import match
 
 _COPY_BYTES = 16 << 20
+_AHEAD = min(4, os.cpu_count() or 1)
 _replicated: Any = PartitionSpec
 _SPELLED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
@@ -95,10 +98,13 @@ def save_params(
     if writing:
         shutil.rmtree(partial_directory, ignore_errors=True)
         partial_directory.mkdir(parents=True)
+    pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="trsi-export")
     try:
         for shard in shards:
             _write_shard(
-                partial_directory, shard, trained, leaves, base, writing=writing, on_write=on_write
+                *(partial_directory, shard, trained, leaves, base, pool),
+                writing=writing,
+                on_write=on_write,
             )
         if writing:
             if base is not None:
@@ -109,6 +115,7 @@ def save_params(
             partial_directory.rename(directory)
             _sync(directory.parent)
     finally:
+        pool.shutdown(cancel_futures=True)
         if writing:
             shutil.rmtree(partial_directory, ignore_errors=True)
     return directory
@@ -135,6 +142,7 @@ def _write_shard(
     trained: dict[str, names.Tensor],
     leaves: dict[names.Path, Any],
     base: Path | None,
+    pool: ThreadPoolExecutor,
     *,
     writing: bool,
     on_write: Callable[[str, Bits], None] | None,
@@ -148,7 +156,7 @@ def _write_shard(
             if stored.name in trained:
                 for part in trained[stored.name].parts:
                     numbers = _fetch(leaves[part.path], part, stored)
-                    for block in _rows(numbers, part, stored, directory):
+                    for block in _ahead(pool, _rows(numbers, part, stored, directory)):
                         if target is not None:
                             target.write(block.data)
                             if on_write is not None:
@@ -209,12 +217,26 @@ def _slice(sharding: Any, dtype: Any) -> Callable[[Any, tuple[int, ...]], jax.Ar
     return jax.jit(cut, out_shardings=sharding)
 
 
-def _rows(numbers: Bits, part: names.Part, stored: Stored, directory: Path) -> Iterator[Bits]:
-    """Contiguous runs of the rows of a part, as bits, each checked."""
+def _ahead(pool: ThreadPoolExecutor, work: Iterator[Callable[[], Bits]]) -> Iterator[Bits]:
+    """Results in order, a few made in threads while the first ones are written."""
+    waiting: deque[Future[Bits]] = deque()
+    for make in work:
+        waiting.append(pool.submit(make))
+        if len(waiting) > _AHEAD:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def _rows(
+    numbers: Bits, part: names.Part, stored: Stored, directory: Path
+) -> Iterator[Callable[[], Bits]]:
+    """Makers of contiguous runs of the rows of a part, as bits, each checked."""
     bits = numbers.view(f"u{numbers.itemsize}")
     rows = bits.shape[1] if part.in_shape else bits.shape[0]
     width = bits.shape[0] if part.in_shape else bits.shape[1]
-    for start, stop in row_blocks(rows, width * bits.itemsize):
+
+    def make(start: int, stop: int) -> Bits:
         if part.in_shape:
             block = np.empty((stop - start, width), bits.dtype)
             transpose_into(block, bits[:, start:stop])
@@ -225,7 +247,10 @@ def _rows(numbers: Bits, part: names.Part, stored: Stored, directory: Path) -> I
                 f"tensor {stored.name} (parameter {'/'.join(part.path)}) holds numbers that are "
                 f"not finite in {stored.dtype}; {directory.name} is not published"
             )
-        yield block
+        return block
+
+    for start, stop in row_blocks(rows, width * bits.itemsize):
+        yield partial(make, start, stop)
 
 
 def _copy_bytes(source: BinaryIO, target: BinaryIO, count: int) -> Iterator[bytes]:
