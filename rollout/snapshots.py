@@ -154,6 +154,30 @@ def _examine_one(
     return name, TensorSpec(shape, dtype, digest.hexdigest())
 
 
+def digest_of(directory: Path, names: Sequence[str]) -> str:
+    """SHA-256 of the bytes of tensors one behind the other, as a server fuses them.
+
+    Raises:
+      SnapshotRefused: there is no such tensor.
+    """
+    heads = {path: _head(path) for path in _files(directory)}
+    digest = hashlib.sha256()
+    for name in names:
+        path = next((path for path, head in heads.items() if name in head), None)
+        if path is None:
+            raise SnapshotRefused(f"{directory}: tensor {name} is missing")
+        _, _, start, stop = heads[path][name]
+        with path.open("rb") as file:
+            file.seek(start)
+            while start < stop:
+                block = file.read(min(_BLOCK, stop - start))
+                if not block:
+                    raise SnapshotRefused(f"{path}: cut off in tensor {name}")
+                digest.update(block)
+                start += len(block)
+    return digest.hexdigest()
+
+
 def write_manifest(
     directory: Path, version: int, tensors: Mapping[str, TensorSpec], probe: Probe | None
 ) -> None:

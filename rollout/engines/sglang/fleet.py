@@ -45,6 +45,11 @@ from rollout.protocols import (
 
 _MAX_RESCALED_VOCABULARY = 4096
 _STRIKES = 3
+_FUSED = {
+    ".qkv_proj.": (".q_proj.", ".k_proj.", ".v_proj."),
+    ".gate_up_proj.": (".gate_proj.", ".up_proj."),
+}
+"""Tensors that a server holds as one."""
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -688,8 +693,8 @@ class SGLangFleet:
         """Checksums of a server's tensors, against the files' and another server's.
 
         A server without the route is not held to it. On a CPU its checksum of a tensor is the
-        beginning of the SHA-256 of the bytes; fused tensors have names of their own, and are
-        only compared between servers, as is everything on a GPU or served in another dtype.
+        beginning of the SHA-256 of the bytes. On a GPU, or in another dtype than the files', they
+        are only compared between servers.
         """
         info = await slot.server.info()
         comparable = _DTYPES.get(str(info.get("dtype"))) if info.get("device") == "cpu" else None
@@ -699,13 +704,13 @@ class SGLangFleet:
             if error.trouble is Trouble.REFUSED:
                 return None
             raise
-        for name, checksum in sums.items():
-            spec = snapshot.manifest.get(name)
-            if spec and spec.dtype == comparable and not spec.sha256.startswith(checksum):
-                raise _Unverified(f"tensor {name} differs from the file's")
-        differing = [name for name in reference or () if sums.get(name) != (reference or {})[name]]
-        if differing:
-            raise _Unverified(f"tensor {differing[0]} differs from another server's")
+        if comparable is not None:
+            differing = await asyncio.to_thread(_differing, snapshot, sums, comparable)
+            if differing:
+                raise _Unverified(f"tensor {differing} differs from the file's")
+        for name, checksum in (reference or {}).items():
+            if sums.get(name) != checksum:
+                raise _Unverified(f"tensor {name} differs from another server's")
         return sums
 
     async def _check_probe(self, slot: _Slot, probe: snapshots.Probe | None) -> None:
@@ -963,6 +968,28 @@ def _rescaled(logprob: float, row: Sequence[float], temperature: float) -> float
     scaled = [x / temperature for x in row]
     top = max(scaled)
     return logprob / temperature - top - math.log(math.fsum(math.exp(x - top) for x in scaled))
+
+
+def _differing(snapshot: WeightSnapshot, sums: Mapping[str, str], dtype: str) -> str:
+    """The first tensor of a server that isn't the files'; empty if there is none."""
+    for name, checksum in sums.items():
+        expected = _digest(snapshot, name, dtype)
+        if expected and not expected.startswith(checksum):
+            return name
+    return ""
+
+
+def _digest(snapshot: WeightSnapshot, name: str, dtype: str) -> str:
+    """SHA-256 of a server's tensor as the files have it; empty where they have no such one."""
+    spec = snapshot.manifest.get(name)
+    if spec is not None:
+        return spec.sha256 if spec.dtype == dtype else ""
+    for fused, parts in _FUSED.items():
+        names = [name.replace(fused, part) for part in parts]
+        specs = [snapshot.manifest.get(part) for part in names]
+        if fused in name and all(spec and spec.dtype == dtype for spec in specs) and snapshot.path:
+            return snapshots.digest_of(snapshot.path, names)
+    return ""
 
 
 def _probe_of(snapshot: WeightSnapshot) -> snapshots.Probe | None:
