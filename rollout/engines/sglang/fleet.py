@@ -819,9 +819,8 @@ class SGLangFleet:
         return None
 
     def _check_quorum(self, now: float) -> None:
-        ready = sum(slot.state is EngineState.READY for slot in self._slots)
+        ready = self._ready()
         if ready >= self._options.min_servers:
-            self._below_since = None
             return
         if self._below_since is None:
             self._below_since = now
@@ -861,7 +860,12 @@ class SGLangFleet:
 
     def _set(self, slot: _Slot, state: EngineState, reason: str) -> None:
         slot.state, slot.reason = state, reason
+        if self._ready() >= self._options.min_servers:
+            self._below_since = None
         self._wake()
+
+    def _ready(self) -> int:
+        return sum(slot.state is EngineState.READY for slot in self._slots)
 
     def _wake(self) -> None:
         """Let everyone who waits look again."""
