@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,10 +22,9 @@ from tests.engine_contract import EngineContract, Open, Subject
 from tests.serve_client import ServeClient, serving
 from trsi_jax.model import ModelConfig, init_params, preset, save_params
 
-pytestmark = pytest.mark.xdist_group("serve")
+pytestmark = pytest.mark.serve
 CHAT = shell_chat(vocabulary())
 CONTEXT = 256
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def tiny() -> ModelConfig:
@@ -259,28 +256,3 @@ def test_a_chat_that_cannot_be_held_is_a_400(url: str, changes: Any, message: st
     reply = post(url, "/v1/chat/completions", body)
     assert reply.status_code == 400
     assert message in reply.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere"], "no directory nowhere"),
-        (["tests"], "tests holds no config.toml of a run and no config.json of a model"),
-        (["tests", "--dtype", "int8"], "--dtype int8: must be float32 or bfloat16"),
-        (["tests", "--port", "70000"], "--port"),
-    ],
-)
-def test_a_wrong_model_or_option_is_one_line_and_exit_code_2(
-    arguments: list[str], message: str
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "trsi_jax.cli.main", "serve", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
