@@ -51,7 +51,9 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.weights = folder / "weights"
-        self.base = publish(self.weights, 0, real.DENSE, real.dense_params(0), dtype="F32").path
+        # Apart, since only the last three snapshots of a folder stay.
+        params = real.dense_params(0)
+        self.base = publish(folder / "base", 0, real.DENSE, params, dtype="F32").path
 
     def snapshot(self, which: int, version: int) -> WeightSnapshot:
         params = real.dense_params(WEIGHTS[which])
