@@ -11,6 +11,7 @@ import typer
 from trsi_jax.cli import (
     ablate,
     doctor,
+    fleet,
     plan,
     report,
     rescore,
@@ -42,6 +43,7 @@ app.command("rescore")(rescore.rescore)
 app.add_typer(ablate.app, name="ablate")
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(store.app, name="store")
+app.add_typer(fleet.app, name="fleet")
 
 
 def main() -> None:

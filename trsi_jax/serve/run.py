@@ -93,6 +93,9 @@ def make_engine(served: Served, settings: Settings) -> JaxEngine:
     config, context = served.config, settings.context or served.context
     where: Any = None
     if settings.tensor > 1:
+        if jax.default_backend() == "cpu":
+            # The scoring forward, cut over CPU devices, was seen to wait for itself for ever.
+            raise UserError(f"--tensor {settings.tensor}: only on accelerators")
         devices = jax.devices()
         if settings.tensor > len(devices):
             raise UserError(f"--tensor {settings.tensor}: there are {len(devices)} devices")
@@ -107,9 +110,8 @@ def make_engine(served: Served, settings: Settings) -> JaxEngine:
         except ValueError as error:
             raise UserError(f"--tensor {settings.tensor}: {error}") from error
     # A step of a model that a CPU can serve keeps one core busy; a block for each shares the work.
-    # Not on a mesh: programs that wait for each other's devices must not run side by side.
-    alone = settings.tensor == 1 and jax.default_backend() == "cpu"
-    streams = min(os.cpu_count() or 1, settings.slots, 4) if alone else 1
+    on_cpu = jax.default_backend() == "cpu"
+    streams = min(os.cpu_count() or 1, settings.slots, 4) if on_cpu else 1
     try:
         return JaxEngine(
             config,
