@@ -8,5 +8,4 @@ venv=${VENV:-.venv}
 VENV=$venv sh requirements/install.sh test
 export JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$PWD/.cache/jax}
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.5
-"$venv/bin/python" -m pytest --quiet -m engine tests/test_engine.py tests/test_serve.py \
-  tests/test_fleet_serve.py
+"$venv/bin/python" -m pytest --quiet -m engine tests/test_engine.py tests/test_serve.py
