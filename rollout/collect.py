@@ -13,6 +13,7 @@ from functools import partial
 from rollout.chat import Chat
 from rollout.errors import (
     EngineError,
+    FleetUnavailable,
     HarnessError,
     InvalidRequest,
     RolloutError,
@@ -296,6 +297,8 @@ class _Collection:
             async with self.verifications:
                 with part("verify"):
                     verdict = await self.verify(task, tree, self.backend)
+        except FleetUnavailable:
+            raise  # Not this episode's fault, and the others will not fare better.
         except (SandboxError, EngineError, HarnessError, VerifierError) as error:
             fault = self.faults[index] = error
         finally:

@@ -83,6 +83,18 @@ class InvalidRequest(EngineError):
     kind = "engine-request"
 
 
+class SnapshotRefused(EngineError):
+    """Weights that no server may be given; the message names the tensor or file."""
+
+    kind = "engine-snapshot"
+
+
+class FleetUnavailable(EngineError):
+    """Too few servers are left to go on: no fault of an episode, so none is masked for it."""
+
+    kind = "fleet"
+
+
 class HarnessError(RolloutError):
     """A fault of a harness."""
 

@@ -15,7 +15,18 @@ from rollout.records import FileTree, Task, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """How to sample; every field is always sent."""
+    """How to sample; every field is always sent.
+
+    Attributes:
+      max_new_tokens: most tokens to sample; 0 samples nothing.
+      temperature: 0 is greedy.
+      top_p: share of the probability that is kept, in (0, 1].
+      top_k: number of tokens that are kept; -1 is all.
+      stop_token_ids: end the output, and belong to it.
+      ignore_eos: `stop_token_ids` end nothing.
+      seed: of this request; None: the engine's choice (with `EngineCaps.seeded_sampling` a function
+        of the request id).
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -28,7 +39,13 @@ class SamplingSpec:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One completion. `input_ids` is the whole context; engines reuse what a session cached."""
+    """One completion. `input_ids` is the whole context; engines reuse what they have cached.
+
+    Attributes:
+      request_id: unique among live requests.
+      session_id: the trajectory; its requests come one after the other and go to one server.
+      deadline_s: seconds from the call on; then the request is aborted where it is.
+    """
 
     request_id: str
     input_ids: tuple[int, ...]
@@ -38,7 +55,7 @@ class GenerateRequest:
 
 
 class FinishKind(StrEnum):
-    """Why a generation ended."""
+    """Why a generation ended: a stop id, the length asked for, an abort or the deadline."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -47,7 +64,7 @@ class FinishKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Output tokens [start, end) were sampled under weights `version`."""
+    """Output tokens [start, end), end > start, were sampled under weights `version`."""
 
     version: int
     start: int
@@ -56,7 +73,16 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """Sampled ids (the stop id included) and their log-probs, of equal length."""
+    """Sampled ids (the stop id included) and their log-probs, of equal length.
+
+    Attributes:
+      matched_stop: the last id where `finish` is STOP, else None.
+      spans: cover [0, len(output_ids)) in order and without gaps; none of an empty output.
+      prompt_tokens: len(input_ids) of the request.
+      cached_tokens: leading tokens of the prompt that were not read again.
+      engine_id: the engine or server that answered last.
+      latency_s: from the call to the result, waiting included.
+    """
 
     request_id: str
     output_ids: tuple[int, ...]
@@ -81,7 +107,14 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class WeightSnapshot:
-    """Weights to serve: a published directory with its manifest, or in-process parameters."""
+    """Weights to serve: a published directory with its manifest, or in-process parameters.
+
+    Attributes:
+      version: the trainer's step; any integer that the caller never uses for other weights.
+      path: Hugging Face directory of the weights.
+      manifest: tensor name -> what the directory must hold.
+      params: tree of parameters; an engine in this process prefers it over `path`.
+    """
 
     version: int
     path: Path | None = None
@@ -91,7 +124,7 @@ class WeightSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """Outcome of a weight update, an entry a server."""
+    """Outcome of a weight update, an entry a server: `updated` ids, `failed` id -> reason."""
 
     version: int
     seconds: float
@@ -99,12 +132,29 @@ class UpdateReport:
     failed: Mapping[str, str] = field(default_factory=dict)
 
 
+class EngineState(StrEnum):
+    """Whether an engine or server gets requests, and why not.
+
+    STARTING: not reachable yet. READY: serves. PAUSED: holds requests because we asked it to.
+    STALE: lives, but with other weights than the newest. POISONED: lives, but its weights are not
+    what was published. DEAD: gone. CLOSED: `aclose` was called.
+    """
+
+    STARTING = "starting"
+    READY = "ready"
+    PAUSED = "paused"
+    STALE = "stale"
+    POISONED = "poisoned"
+    DEAD = "dead"
+    CLOSED = "closed"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """State of one engine."""
+    """State of one engine or server; `running` and `waiting` count requests."""
 
     engine_id: str
-    state: str
+    state: EngineState
     version: int
     running: int
     waiting: int
@@ -112,7 +162,15 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True)
 class EngineCaps:
-    """What an engine can do."""
+    """What an engine can do.
+
+    Attributes:
+      seeded_sampling: request id, seed, ids and weights decide the tokens.
+      hybrid: the model has recurrent layers.
+      vocab_size: ids are in [0, vocab_size).
+      context_len: most tokens of prompt and output together.
+      max_sessions: most sessions that are open at once.
+    """
 
     seeded_sampling: bool
     hybrid: bool
@@ -124,13 +182,22 @@ class EngineCaps:
 class RolloutEngine(Protocol):
     """Token ids in, token ids and log-probs out.
 
-    Invariants: len(logprobs) == len(output_ids); log-probs are of softmax(logits / temperature)
-    over the full vocabulary (temperature 0: greedy, raw log-probs); an abort returns the partial
-    output; spans cover the output without gaps; after `update_weights(v)` returns no later
-    request starts on an older version or reuses an older cache; requests sent while paused wait;
-    an over-long prompt or an id outside the vocabulary raises `InvalidRequest` before any work; a
-    duplicate live request id raises. With `caps.seeded_sampling`, request id, seed and weights
-    decide the tokens, whatever else runs beside.
+    Invariants, held by `tests/engine_contract.py`:
+
+    - len(logprobs) == len(output_ids); a stop id is included.
+    - Log-probs are of softmax(logits / temperature) over the full vocabulary, truncated or not
+      (temperature 0: greedy, log-probs of softmax(logits)); `score` gives the same numbers.
+    - `abort` and a deadline return what was sampled so far; unknown ids are no error.
+    - Spans cover the output in order and without gaps.
+    - After `update_weights(v)` returns, no later request starts on an older version, and nothing is
+      sampled from a cache of older weights. A request that runs meanwhile ends on the old weights
+      or goes on with the new ones, and its spans say which.
+    - Requests sent while paused wait. One that was running is finished, held or sent again; none
+      of its tokens is lost.
+    - An over-long prompt, an id outside the vocabulary, a sampling setting that cannot be served or
+      the id of a live request raises `InvalidRequest` before anything is done.
+    - With `caps.seeded_sampling`, request id, seed, ids and weights decide the tokens, whatever
+      else runs beside.
     """
 
     @property
@@ -147,11 +214,20 @@ class RolloutEngine(Protocol):
         ...
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Sample one completion."""
+        """Sample one completion.
+
+        Raises:
+          InvalidRequest: for a request that no engine can serve.
+          EngineError: when no server is left that could, or the engine is closed.
+        """
         ...
 
     async def score(self, ids: Sequence[int], start: int, temperature: float) -> tuple[float, ...]:
-        """Log-probs of ids[start:] given what precedes each."""
+        """Log-probs of ids[start:] given what precedes each, 1 <= start <= len(ids).
+
+        Raises:
+          InvalidRequest: for ids or a start that cannot be scored.
+        """
         ...
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
@@ -159,15 +235,19 @@ class RolloutEngine(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Hold new requests."""
+        """Hold new requests. Idempotent."""
         ...
 
     async def resume(self) -> None:
-        """Serve held requests."""
+        """Serve held requests. Idempotent."""
         ...
 
     async def update_weights(self, snapshot: WeightSnapshot) -> UpdateReport:
-        """Swap the weights and drop every cache."""
+        """Swap the weights and drop every cache; works paused or not.
+
+        Raises:
+          EngineError: when nothing was updated; the old weights are served on.
+        """
         ...
 
     async def status(self) -> tuple[EngineStatus, ...]:

@@ -35,6 +35,20 @@ def test_the_shipped_configuration_is_the_recursion() -> None:
     assert {s.reward.kind for s in rpr} == {"spr"}
 
 
+def test_a_fleet_is_optional_and_where_it_runs_decides_nothing() -> None:
+    places = ['fleet.urls=["http://a:1"]', 'fleet.weights="/w"']
+    one = config.load(TINY, places)
+    other = config.load(TINY, ['fleet.urls=["http://b:2"]', 'fleet.weights="/v"'])
+    stale = config.load(TINY, [*places, "fleet.max_staleness=0"])
+    assert one.fleet is not None
+    assert (one.fleet.max_staleness, one.fleet.over_stale) == (1, "drop")
+    assert one.digest() == other.digest()
+    assert len({config.load(TINY).digest(), one.digest(), stale.digest()}) == 3
+    for bad in ("fleet.max_staleness=-1", 'fleet.over_stale="keep"', "fleet.urls=[]"):
+        with pytest.raises(UserError, match=bad.partition("=")[0]):
+            config.load(TINY, [*places, bad])
+
+
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
@@ -166,7 +180,7 @@ def test_overrides_reach_sections_and_stages_and_the_last_one_wins() -> None:
 def test_options_that_came_later_leave_the_digest_of_a_run_before_them() -> None:
     """The digest of the same content as it was dumped before there were such options."""
     tiny = config.load(TINY)
-    content = tiny.model_dump(mode="json", exclude={"seed", "sharding"})
+    content = tiny.model_dump(mode="json", exclude={"seed", "sharding", "fleet"})
     later = ("value_loss", "critic_updates", "frozen_attention", "estimator_options", "lam_critic")
     for stage in content["stages"]:
         for key in later if stage["kind"] == "rpr" else ():
@@ -289,7 +303,9 @@ def test_the_digest_ignores_the_seed_and_nothing_else() -> None:
 
 
 def _settings(content):
-    for path, value in leaves({k: v for k, v in content.items() if k not in ("seed", "stages")}):
+    # A fleet is absent here; its own test is above.
+    whole = {k: v for k, v in content.items() if k not in ("seed", "stages", "fleet")}
+    for path, value in leaves(whole):
         yield path, value
     for stage in content["stages"]:
         for path, value in leaves(stage):

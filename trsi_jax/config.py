@@ -49,6 +49,32 @@ class EngineSection(Section):
     """Tokens a session may hold."""
 
 
+class FleetSection(Section):
+    """SGLang servers that sample instead of this process (docs/fleet.md); None: no servers."""
+
+    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Of the servers; they may change when a run goes on."""
+    weights: str
+    """Folder that weights are published in; servers read it under the same path."""
+    base: str | None = None
+    """Hugging Face directory that the parameters descend from; None exports a text-only model."""
+    dtype: Literal["BF16", "F16", "F32"] = "BF16"
+    """Of the published weights, without a base."""
+    keep: Count = 3
+    """Published snapshots that stay."""
+    min_servers: Count = 1
+    """Fewer that serve the current weights, for longer than `recovery`, end the run."""
+    recovery: Positive = 300.0
+    max_outstanding: Count = 256
+    """Requests that a server has at once."""
+    max_staleness: Annotated[int, Field(ge=0)] = 1
+    """Updates that PPO's rollouts may be behind; 0: sampling and training take turns."""
+    over_stale: Literal["drop", "mask"] = "drop"
+    """What becomes of a trajectory with an older token."""
+    straggler: Positive = 600.0
+    """Seconds that an update waits for its episodes; what ends later joins the next one."""
+
+
 class SandboxSection(Section):
     """Where commands run."""
 
@@ -222,6 +248,10 @@ _LATER = ("value_loss", "critic_updates", "frozen_attention", "estimator_options
 configuration, and so its digest, what it was."""
 
 
+_PLACES = {"urls", "weights", "keep", "min_servers", "recovery", "max_outstanding"}
+"""Options of a fleet that say where and how well it runs, and may change when a run goes on."""
+
+
 class Config(Section):
     """A whole run."""
 
@@ -239,6 +269,7 @@ class Config(Section):
     adam: AdamSection = AdamSection()
     sharding: ShardingSection = ShardingSection()
     evaluation: EvaluationSection = EvaluationSection()
+    fleet: FleetSection | None = None
     stages: tuple[Stage, ...]
 
     @model_validator(mode="after")
@@ -275,10 +306,12 @@ class Config(Section):
 
     def digest(self) -> str:
         """SHA-256 of everything that decides the result but the seed, as 16 hex digits."""
-        ignored = {"seed"}
+        ignored = {"seed", "fleet"}
         if self.sharding == ShardingSection():
             ignored.add("sharding")  # Digests of runs on one device are older than the section.
         content = self.model_dump(mode="json", exclude=ignored)
+        if self.fleet is not None:  # As old; and what servers there are decides nothing.
+            content["fleet"] = self.fleet.model_dump(mode="json", exclude=_PLACES)
         for stage, dumped in zip(self.stages, content["stages"], strict=True):
             for key in _LATER if isinstance(stage, RprStage) else ():
                 if getattr(stage, key) == RprStage.model_fields[key].get_default(

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from rollout.errors import EngineError, InvalidRequest
 from rollout.protocols import (
     EngineCaps,
+    EngineState,
     EngineStatus,
     FinishKind,
     GenerateRequest,
@@ -117,7 +118,7 @@ class ScriptedEngine:
 
     async def status(self) -> tuple[EngineStatus, ...]:
         """One entry."""
-        return (EngineStatus(self.engine_id, "ready", self._version, 0, 0),)
+        return (EngineStatus(self.engine_id, EngineState.READY, self._version, 0, 0),)
 
     async def aclose(self) -> None:
         """Nothing to release."""

@@ -11,11 +11,13 @@ import typer
 from trsi_jax.cli import (
     ablate,
     doctor,
+    fleet,
     plan,
     report,
     rescore,
     run,
     seeds,
+    serve,
     show,
     store,
     tasks,
@@ -34,12 +36,14 @@ app.command("run")(run.run)
 app.command("seeds")(seeds.seeds)
 app.command("report")(report.report)
 app.command("show")(show.show)
+app.command("serve")(serve.serve)
 app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
 app.command("rescore")(rescore.rescore)
 app.add_typer(ablate.app, name="ablate")
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(store.app, name="store")
+app.add_typer(fleet.app, name="fleet")
 
 
 def main() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,14 +17,15 @@ from rollout.chat import Chat
 from rollout.collect import Clock as CollectionClock
 from rollout.collect import EpisodeSpec, Progress, collect
 from rollout.harness import Limits
-from rollout.protocols import SandboxBackend, WeightSnapshot
+from rollout.protocols import RolloutEngine, SandboxBackend, WeightSnapshot
 from rollout.records import TIERS, Task, Trajectory
 from rollout.store.reader import SegmentReader
 from rollout.store.segments import SegmentWriter
 from rollout.tasks.harbor.protocol import verify_task
 from trsi_jax import model, prng
 from trsi_jax.config import Config
-from trsi_jax.engine import JaxEngine
+from trsi_jax.publish import publish
+from trsi_jax.stages.loop import Runner
 from trsi_jax.stages.observer import Observer
 from trsi_jax.steps import Steps
 
@@ -76,13 +76,13 @@ class Context:
     train_tasks: Sequence[Task]
     evaluation_tasks: Sequence[Task]
     medians: Mapping[str, float]
-    engine: JaxEngine
+    engine: RolloutEngine
     backend: SandboxBackend
     reader: SegmentReader
     writer: SegmentWriter
     steps: Steps
     observer: Observer
-    runner: asyncio.Runner
+    runner: Runner
     clock: Clock
 
     def checkpoints(self, stage: str) -> Path:
@@ -97,7 +97,23 @@ class Context:
 
     def serve(self, version: int, params: Any) -> None:
         """Give the engine new weights; the only place where weights reach it."""
-        self.runner.run(self.engine.update_weights(WeightSnapshot(version, params=params)))
+        snapshot = WeightSnapshot(version, params=params)
+        fleet = self.config.fleet
+        if fleet is not None:
+            with self.clock.charge("weights"):
+                snapshot = publish(
+                    Path(fleet.weights),
+                    version,
+                    self.model,
+                    params,
+                    base=Path(fleet.base) if fleet.base else None,
+                    dtype=fleet.dtype,
+                    keep=fleet.keep,
+                    again=True,
+                )
+                self.runner.run(self.engine.update_weights(snapshot))
+            return
+        self.runner.run(self.engine.update_weights(snapshot))
 
     def collect(
         self, segment: str, specs: Sequence[EpisodeSpec], *, label: str
@@ -167,23 +183,27 @@ class Context:
         self.clock.add("verification", clock.verify)
         self.clock.add("harness", wall - clock.generate - clock.sandbox - clock.verify)
 
+    async def collect_ahead(
+        self, specs: Sequence[EpisodeSpec], keep: Callable[[Trajectory], None]
+    ) -> None:
+        """Run episodes beside the trainer and hand each over as it ends."""
+        await collect(specs, progress=lambda _, __, trajectory: keep(trajectory), **self._parts())
+
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "engine": self.engine,
+            "backend": self.backend,
+            "chat": self.chat,
+            "verify": verify_task,
+            "run_seed": self.config.seed,
+            "limits": self.limits(),
+            "wave": self.config.engine.sessions,
+            "max_starts": self.config.sandbox.starts,
+        }
+
     def _collect(self, specs: Sequence[EpisodeSpec], progress: Progress) -> list[Trajectory]:
         with self.charge_collection() as clock:
-            return self.runner.run(
-                collect(
-                    specs,
-                    engine=self.engine,
-                    backend=self.backend,
-                    chat=self.chat,
-                    verify=verify_task,
-                    run_seed=self.config.seed,
-                    limits=self.limits(),
-                    wave=self.config.engine.sessions,
-                    max_starts=self.config.sandbox.starts,
-                    progress=progress,
-                    clock=clock,
-                )
-            )
+            return self.runner.run(collect(specs, progress=progress, clock=clock, **self._parts()))
 
 
 def graded(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

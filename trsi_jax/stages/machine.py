@@ -23,9 +23,10 @@ from typing import Any
 import jax
 
 from rollout.collect import EpisodeSpec
+from rollout.engines.sglang import FleetOptions, SGLangFleet
 from rollout.errors import UserError
 from rollout.harness import shell_chat
-from rollout.protocols import SandboxBackend, SandboxSpec
+from rollout.protocols import RolloutEngine, SandboxBackend, SandboxSpec
 from rollout.records import Trajectory
 from rollout.sandbox import make_backend
 from rollout.store.reader import SegmentReader
@@ -40,6 +41,7 @@ from trsi_jax.evaluate import protocol
 from trsi_jax.memory import trimmed_after_compilation
 from trsi_jax.stages import base, record, rpr, rsr
 from trsi_jax.stages.context import Clock, Context
+from trsi_jax.stages.loop import LoopThread
 from trsi_jax.stages.observer import Observer, StageRow
 
 CONFIG = "config.toml"
@@ -248,15 +250,10 @@ def _context(config: Config, out: Path, observer: Observer) -> Iterator[Context]
         purpose="evaluate" if split == "test" else "select",
         counts={split: config.evaluation.tasks},
     )
-    engine = JaxEngine(
-        architecture,
-        model.init_params(architecture, prng.stream(config.seed, "engine")),
-        context_len=config.engine.context,
-        max_sessions=config.engine.sessions,
-        version=-1,
-    )
     backend = make_backend(config.sandbox.backend)
-    with asyncio.Runner() as runner:
+    # A fleet is looked after while the trainer trains; the engine of this process needs that not.
+    with LoopThread() if config.fleet else asyncio.Runner() as runner:
+        engine = _engine(config, architecture)
         try:
             runner.run(_try_sandbox(backend))
             yield Context(
@@ -279,6 +276,30 @@ def _context(config: Config, out: Path, observer: Observer) -> Iterator[Context]
         finally:
             runner.run(engine.aclose())
             runner.run(backend.aclose())
+
+
+def _engine(config: Config, architecture: model.ModelConfig) -> RolloutEngine:
+    """What samples: the servers of the configuration, or this process."""
+    fleet = config.fleet
+    if fleet is None:
+        return JaxEngine(
+            architecture,
+            model.init_params(architecture, prng.stream(config.seed, "engine")),
+            context_len=config.engine.context,
+            max_sessions=config.engine.sessions,
+            version=-1,
+        )
+    return SGLangFleet(
+        fleet.urls,
+        vocab_size=architecture.vocab_size,
+        context_len=config.engine.context,
+        hybrid=architecture.uses_gdn,
+        options=FleetOptions(
+            min_servers=fleet.min_servers,
+            recovery_s=fleet.recovery,
+            max_outstanding=fleet.max_outstanding,
+        ),
+    )
 
 
 async def _try_sandbox(backend: SandboxBackend) -> None:
@@ -332,7 +353,10 @@ def _claim(config: Config, out: Path) -> None:
         record.write_text(path, dump(config))
         return
     held = load(path)
-    if held != config:
+    moved = held
+    if held.fleet and config.fleet:
+        moved = held.model_copy(update={"fleet": config.fleet})
+    if moved != config or held.digest() != config.digest():
         raise UserError(
             f"{out}: holds a run of another configuration (digest {held.digest()}, seed"
             f" {held.seed}; this one has {config.digest()}, seed {config.seed}); give another"

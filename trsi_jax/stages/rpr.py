@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from rollout.collect import EpisodeSpec
 from rollout.records import Trajectory
 from trsi_jax import advantages, batch, checkpoint, losses, model, optim, prng, rewards, state
 from trsi_jax.config import RewardSection, RprStage
+from trsi_jax.stages.ahead import Ahead
 from trsi_jax.stages.context import Context, graded, success_rate
 
 Array = npt.NDArray[np.float32]
@@ -88,17 +90,19 @@ def run(
         saved = checkpoint.restore(folder, done, _fresh(context, stage, actor, critic))
     actor_state, critic_state = saved["actor"], saved["critic"]
     curves = np.array(saved["curves"])
-    for iteration in range(done or 0, stage.iterations):
-        context.serve(version + iteration, actor_state.params)
-        trajectories = _rollouts(context, stage, iteration, f"iteration-{iteration:03d}")
-        actor_state, critic_state, curves[:, iteration] = _iterate(
-            context, stage, iteration, actor_state, critic_state, trajectories
-        )
-        n = iteration + 1
-        if n % context.config.checkpoint_every == 0 and n < stage.iterations:
-            saved |= {"actor": actor_state, "critic": critic_state, "curves": curves}
-            with context.clock.charge("checkpoint"):
-                checkpoint.save(folder, n, saved)
+    with contextlib.ExitStack() as stack:
+        take = _sampler(context, stage, version, done or 0, stack)
+        for iteration in range(done or 0, stage.iterations):
+            context.serve(version + iteration, actor_state.params)
+            trajectories = take(iteration)
+            actor_state, critic_state, curves[:, iteration] = _iterate(
+                context, stage, iteration, actor_state, critic_state, trajectories
+            )
+            n = iteration + 1
+            if n % context.config.checkpoint_every == 0 and n < stage.iterations:
+                saved |= {"actor": actor_state, "critic": critic_state, "curves": curves}
+                with context.clock.charge("checkpoint"):
+                    checkpoint.save(folder, n, saved)
     named = {name: [float(x) for x in row] for name, row in zip(CURVES, curves, strict=True)}
     explained = float(np.mean(named["critic/explained_variance"]))
     named["warm-up/explained_variance"] = [float(x) for x in saved["warm_up"]]
@@ -140,15 +144,38 @@ def _fresh(context: Context, stage: RprStage, actor: Any, critic: Any | None) ->
     }
 
 
+def _sampler(
+    context: Context, stage: RprStage, version: int, first: int, stack: contextlib.ExitStack
+) -> Callable[[int], list[Trajectory]]:
+    """Gives the episodes of a joint iteration: sampled when asked for, or ahead by a fleet."""
+    fleet = context.config.fleet
+    if fleet is None:
+        return lambda i: _rollouts(context, stage, i, f"iteration-{i:03d}")
+    ahead = Ahead(
+        context,
+        fleet,
+        version=version,
+        first=first,
+        iterations=stage.iterations,
+        specs=lambda i: _specs(context, stage, i, f"iteration-{i:03d}"),
+        segment=lambda i: f"{stage.name}/iteration-{i:03d}",
+    )
+    return stack.enter_context(ahead).take
+
+
 def _rollouts(context: Context, stage: RprStage, iteration: int, name: str) -> list[Trajectory]:
     """`samples` attempts at each of the iteration's tasks under the general harness."""
+    specs = _specs(context, stage, iteration, name)
+    return graded(context.collect(f"{stage.name}/{name}", specs, label=name))
+
+
+def _specs(context: Context, stage: RprStage, iteration: int, name: str) -> list[EpisodeSpec]:
     tasks = context.draw_tasks(stage.tasks_per_iteration, stage.name, name, tiers=stage.tiers)
-    specs = [
+    return [
         EpisodeSpec(task, "general", sample, f"{stage.name}.{name}", iteration, stage.temperature)
         for task in tasks
         for sample in range(stage.samples)
     ]
-    return graded(context.collect(f"{stage.name}/{name}", specs, label=name))
 
 
 def _annotate(context: Context, segment: str, data: Batch) -> None:

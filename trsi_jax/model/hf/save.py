@@ -6,8 +6,10 @@ import json
 import math
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,6 +37,7 @@ from trsi_jax.model.hf.files import (
 from trsi_jax.model.hf.match import match
 
 _COPY_BYTES = 16 << 20
+_AHEAD = min(4, os.cpu_count() or 1)
 _replicated: Any = PartitionSpec
 _SPELLED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
@@ -47,6 +50,7 @@ def save_params(
     base: Path | None = None,
     dtype: str = "BF16",
     shard_bytes: int = 5_000_000_000,
+    on_write: Callable[[str, Bits], None] | None = None,
 ) -> Path:
     """Write a Hugging Face directory that holds `params`.
 
@@ -65,6 +69,8 @@ def save_params(
       base: directory that `params` descend from.
       dtype: without a base, storage dtype of every tensor: "BF16", "F16", "F32" or "F64".
       shard_bytes: without a base, most bytes of weights in one file.
+      on_write: called with a tensor's name and each run of its bytes, in order, on the process
+        that writes; the run is not changed afterwards.
 
     Returns:
       `directory`.
@@ -92,9 +98,14 @@ def save_params(
     if writing:
         shutil.rmtree(partial_directory, ignore_errors=True)
         partial_directory.mkdir(parents=True)
+    pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="trsi-export")
     try:
         for shard in shards:
-            _write_shard(partial_directory, shard, trained, leaves, base, writing=writing)
+            _write_shard(
+                *(partial_directory, shard, trained, leaves, base, pool),
+                writing=writing,
+                on_write=on_write,
+            )
         if writing:
             if base is not None:
                 _copy_others(base, partial_directory, shards)
@@ -104,6 +115,7 @@ def save_params(
             partial_directory.rename(directory)
             _sync(directory.parent)
     finally:
+        pool.shutdown(cancel_futures=True)
         if writing:
             shutil.rmtree(partial_directory, ignore_errors=True)
     return directory
@@ -130,8 +142,10 @@ def _write_shard(
     trained: dict[str, names.Tensor],
     leaves: dict[names.Path, Any],
     base: Path | None,
+    pool: ThreadPoolExecutor,
     *,
     writing: bool,
+    on_write: Callable[[str, Bits], None] | None,
 ) -> None:
     target = (directory / shard.name).open("wb") if writing else None
     source = (base / shard.name).open("rb") if base is not None and writing else None
@@ -142,12 +156,16 @@ def _write_shard(
             if stored.name in trained:
                 for part in trained[stored.name].parts:
                     numbers = _fetch(leaves[part.path], part, stored)
-                    for block in _rows(numbers, part, stored, directory):
+                    for block in _ahead(pool, _rows(numbers, part, stored, directory)):
                         if target is not None:
                             target.write(block.data)
+                            if on_write is not None:
+                                on_write(stored.name, block)
             elif source is not None and target is not None:
                 source.seek(stored.start)
-                _copy_bytes(source, target, stored.stop - stored.start)
+                for run in _copy_bytes(source, target, stored.stop - stored.start):
+                    if on_write is not None:
+                        on_write(stored.name, np.frombuffer(run, np.uint8))
         if target is not None and target.tell() != shard.tensors[-1].stop:
             raise RuntimeError(f"{shard.name}: wrote {target.tell()} bytes")
     finally:
@@ -199,12 +217,26 @@ def _slice(sharding: Any, dtype: Any) -> Callable[[Any, tuple[int, ...]], jax.Ar
     return jax.jit(cut, out_shardings=sharding)
 
 
-def _rows(numbers: Bits, part: names.Part, stored: Stored, directory: Path) -> Iterator[Bits]:
-    """Contiguous runs of the rows of a part, as bits, each checked."""
+def _ahead(pool: ThreadPoolExecutor, work: Iterator[Callable[[], Bits]]) -> Iterator[Bits]:
+    """Results in order, a few made in threads while the first ones are written."""
+    waiting: deque[Future[Bits]] = deque()
+    for make in work:
+        waiting.append(pool.submit(make))
+        if len(waiting) > _AHEAD:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def _rows(
+    numbers: Bits, part: names.Part, stored: Stored, directory: Path
+) -> Iterator[Callable[[], Bits]]:
+    """Makers of contiguous runs of the rows of a part, as bits, each checked."""
     bits = numbers.view(f"u{numbers.itemsize}")
     rows = bits.shape[1] if part.in_shape else bits.shape[0]
     width = bits.shape[0] if part.in_shape else bits.shape[1]
-    for start, stop in row_blocks(rows, width * bits.itemsize):
+
+    def make(start: int, stop: int) -> Bits:
         if part.in_shape:
             block = np.empty((stop - start, width), bits.dtype)
             transpose_into(block, bits[:, start:stop])
@@ -215,15 +247,20 @@ def _rows(numbers: Bits, part: names.Part, stored: Stored, directory: Path) -> I
                 f"tensor {stored.name} (parameter {'/'.join(part.path)}) holds numbers that are "
                 f"not finite in {stored.dtype}; {directory.name} is not published"
             )
-        yield block
+        return block
+
+    for start, stop in row_blocks(rows, width * bits.itemsize):
+        yield partial(make, start, stop)
 
 
-def _copy_bytes(source: BinaryIO, target: BinaryIO, count: int) -> None:
+def _copy_bytes(source: BinaryIO, target: BinaryIO, count: int) -> Iterator[bytes]:
+    """Copy, giving what was copied."""
     while count:
         block = source.read(min(count, _COPY_BYTES))
         if not block:
             raise UserError(f"{source.name}: cut off while it was copied")
         target.write(block)
+        yield block
         count -= len(block)
 
 
