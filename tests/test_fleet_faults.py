@@ -361,6 +361,36 @@ def test_a_server_with_other_weights_than_it_claims_stays_out(tmp_path):
     drive(scenario)
 
 
+def test_what_a_refused_server_samples_after_it_goes_on_is_thrown_away(tmp_path):
+    async def scenario():
+        async with world(2, token_s=0.002) as (fleet, servers, _):
+            wrong, whole = servers[1], servers[1].handler
+            wrong.wrong_weights = True
+
+            async def slow(call):
+                # Requests reach it while it is paused, wait there, and run on what it loaded.
+                if call.route == "/generate" and wrong.held != "other":
+                    await until(lambda: wrong.paused)
+                if call.route == "/update_weights_from_disk":
+                    await until(lambda: wrong.running)
+                return await whole(call)
+
+            wrong.handler = slow
+            snapshot = publish(tmp_path, 2)
+            requests = [ask(f"r{n}", 30) for n in range(8)]
+            tasks = [asyncio.create_task(fleet.generate(r)) for r in requests]
+            await until(lambda: wrong.count("/generate"))
+            report = await fleet.update_weights(snapshot)
+            assert list(report.failed) == [wrong.url]
+            for request, result in zip(requests, await asyncio.gather(*tasks), strict=True):
+                assert len(result.output_ids) == 30
+                check(request, result)
+            # Some were there when it went on, or this test shows nothing.
+            assert wrong.sampled_other > 0
+
+    drive(scenario)
+
+
 def test_weights_that_kill_the_first_server_are_given_to_no_other(tmp_path):
     async def scenario():
         async with world(3) as (fleet, servers, _):

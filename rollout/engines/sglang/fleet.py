@@ -92,11 +92,15 @@ class FleetOptions:
 
 @dataclass(eq=False, slots=True)
 class _Slot:
-    """One server and what is known of it; `version` is -1 while unknown."""
+    """One server and what is known of it.
+
+    `version` is what it claims, `verified` what it was last shown to have; -1: nothing yet.
+    """
 
     server: Server
     state: EngineState = EngineState.STARTING
     version: int = -1
+    verified: int = -1
     reason: str = ""
     outstanding: int = 0
     sessions: int = 0
@@ -321,7 +325,7 @@ class SGLangFleet:
         """One `/generate`; what it gave is added to the job, if its weights are known."""
         rid = f"{request.request_id}~{self._nonce}.{next(self._number)}"
         limit = self._options.request_timeout_s
-        before = self._version
+        before = slot.verified
         slot.outstanding += 1
         call = asyncio.create_task(slot.server.generate(request, rid, None))
         stop = asyncio.create_task(job.stop.wait())
@@ -344,16 +348,19 @@ class SGLangFleet:
             self._wake()
         if any(not 0 <= token < self._caps.vocab_size for token in piece.output_ids):
             raise ServerTrouble(slot.server.url, Trouble.GARBLED, "ids outside the vocabulary")
+        # A request that waited out an update there comes back before the server is verified.
+        async with slot.lock:
+            known = sorted((before, slot.verified))
         try:
             spans = spans_of(piece.labels, len(piece.output_ids), len(job.ids))
             for span in spans:
-                low, high = sorted((before, self._version))
-                if not low <= span.version <= high:
-                    raise ValueError(f"tokens of version {span.version}, not {self._version}")
+                if not known[0] <= span.version <= known[1]:
+                    raise ValueError(f"tokens of version {span.version}, not {known[1]}")
         except ValueError as error:
-            # Restarted, or changed by somebody else: its tokens are nobody's.
-            self._set(slot, EngineState.STALE, str(error))
-            slot.next_look = 0.0
+            # Restarted, changed by somebody else, or refused: its tokens are nobody's.
+            if slot.state is EngineState.READY:
+                self._set(slot, EngineState.STALE, str(error))
+                slot.next_look = 0.0
             raise ServerTrouble(slot.server.url, Trouble.GARBLED, str(error)) from error
         for span in spans:
             last = job.spans[-1] if job.spans else None
@@ -655,7 +662,8 @@ class SGLangFleet:
             except _Unverified as error:
                 reason = str(error)
             if not reason:
-                slot.version, slot.strikes, slot.cool_until = snapshot.version, 0, 0.0
+                slot.version = slot.verified = snapshot.version
+                slot.strikes, slot.cool_until = 0, 0.0
                 self._set(slot, EngineState.READY, "")
                 return "", sums
             if given:
@@ -786,7 +794,7 @@ class SGLangFleet:
                 slot.version = -1
                 self._set(slot, EngineState.STALE, str(error))
                 return
-            slot.strikes, slot.cool_until = 0, 0.0
+            slot.verified, slot.strikes, slot.cool_until = slot.version, 0, 0.0
             self._set(slot, EngineState.READY, "")
 
     async def _look(self, slot: _Slot, tries: int = 1) -> bool:
