@@ -396,13 +396,30 @@ def test_weights_that_kill_the_first_server_are_given_to_no_other(tmp_path):
         async with world(3) as (fleet, servers, _):
             for server in servers:
                 server.dies_of = {"v000002"}
-            with pytest.raises(SnapshotRefused, match="died of it"):
+            with pytest.raises(SnapshotRefused, match="was lost with it"):
                 await fleet.update_weights(publish(tmp_path, 2))
             assert [s.count("/update_weights_from_disk") for s in servers] == [1, 0, 0]
             request = ask("a")
             result = await fleet.generate(request)
             check(request, result)
             assert [span.version for span in result.spans] == [1]
+
+    drive(scenario)
+
+
+def test_a_connection_lost_while_weights_load_counts_as_a_death(tmp_path):
+    # The scheduler of a real server dies first; its HTTP process answers for some seconds more.
+    def fault(call, number):
+        return Reply(cut_at=-1) if call.route == "/update_weights_from_disk" else None
+
+    async def scenario():
+        async with world(2, proxy=FaultProxy("", fault)) as (fleet, servers, front):
+            with pytest.raises(SnapshotRefused, match="was lost with it"):
+                await fleet.update_weights(publish(tmp_path, 2))
+            assert [s.count("/update_weights_from_disk") for s in servers] == [0, 0]
+            result = await fleet.generate(ask("a"))
+            assert [span.version for span in result.spans] == [1]
+            assert result.engine_id == servers[1].url != front.url
 
     drive(scenario)
 

@@ -109,6 +109,7 @@ class _Slot:
     next_look: float = 0.0
     cool_until: float = 0.0
     refused_version: int = -1
+    lost_version: int = -1
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -587,10 +588,10 @@ class SGLangFleet:
                     if not reason:
                         reference = sums
                         updated.append(slot.server.url)
-                    elif slot.state is EngineState.DEAD and slot.refused_version == checked.version:
+                    elif slot.lost_version == checked.version:
                         raise SnapshotRefused(
-                            f"{checked.path}: {slot.server.url} died of it ({reason}); the other"
-                            f" servers still have version {self._version}"
+                            f"{checked.path}: {slot.server.url} was lost with it ({reason}); the"
+                            f" other servers still have version {self._version}"
                         )
                     else:
                         failed[slot.server.url] = reason
@@ -659,6 +660,9 @@ class SGLangFleet:
                 await self._check_probe(slot, probe)
             except ServerTrouble as error:
                 reason = error.detail
+                # A server whose scheduler died answers `/model_info` for some seconds more.
+                if given and error.trouble not in (Trouble.REFUSED, Trouble.GARBLED):
+                    slot.lost_version = snapshot.version
             except _Unverified as error:
                 reason = str(error)
             if not reason:
