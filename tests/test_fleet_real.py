@@ -67,8 +67,9 @@ class World:
         shutil.copytree(newest, target)
         (target / snapshots.MANIFEST).unlink()
         tensors = load_file(target / "model.safetensors")
-        name = "model.layers.0.self_attn.o_proj.weight"
-        tensors[name] = np.ascontiguousarray(tensors[name][:, :-1])
+        # A projection that is too narrow would not do: the server pads it and says success.
+        name = "model.norm.weight"
+        tensors[name] = np.ascontiguousarray(tensors[name][:-1])
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
         return WeightSnapshot(version, target)
 
