@@ -1,4 +1,4 @@
-"""What a person may get wrong with `trsi serve`: one line and exit code 2; and what a run serves."""
+"""What a person may get wrong with `trsi serve`: one line, exit code 2; what a run serves."""
 
 from __future__ import annotations
 

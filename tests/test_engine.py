@@ -305,6 +305,18 @@ def test_a_context_by_chunks_gives_the_same_bits_whatever_is_cached_or_runs_besi
         np.testing.assert_allclose(scores, others, atol=2e-5)
 
 
+def test_two_streams_share_the_requests_and_change_no_bit(weights: list[Any]) -> None:
+    async def scenario(engine: JaxEngine) -> Any:
+        requests = [ask(f"{i}", ids_of(i, 5 + i), 20) for i in range(8)]
+        tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+        await busy(engine)
+        await engine.update_weights(WeightSnapshot(1, params=weights[0]))
+        return [said(result) for result in await asyncio.gather(*tasks)]
+
+    one = drive(weights[0], scenario, linger_s=0.0)
+    assert drive(weights[0], scenario, linger_s=0.0, streams=2) == one
+
+
 def test_contexts_that_begin_alike_are_read_once(weights: list[Any]) -> None:
     async def scenario(engine: JaxEngine) -> None:
         ids = ids_of(30, 4 * CHUNK + 5)
@@ -409,6 +421,7 @@ def test_a_fault_reaches_the_callers_and_the_engine_goes_on(
     drive(weights[0], scenario)
 
 
+@pytest.mark.engine
 def test_weights_are_served_where_the_engine_was_told_and_updates_move_there() -> None:
     # Two devices, so a process of its own; the trainer's weights lie on one of them.
     done = subprocess.run(

@@ -16,11 +16,14 @@ from rollout.engines.sglang import FleetOptions, SGLangFleet
 from rollout.protocols import WeightSnapshot
 from tests.engine_contract import EngineContract, Open, Subject
 from tests.serve_client import serving
-from tests.test_serve import CONTEXT, tiny
+from tests.test_serve import tiny
 from trsi_jax.model import init_params, save_params
 from trsi_jax.publish import publish
 
 pytestmark = pytest.mark.fleet
+
+CONTEXT, LONG = 1024, 900
+"""An abort takes the fleet two round trips; a request must outlive them."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(folder: Path) -> Iterator[str]:
     params = init_params(tiny(), jax.random.key(0))
     model = save_params(folder / "model", tiny(), params, dtype="F32")
-    options = ("--context-length", f"{CONTEXT}", "--slots", "8", "--steps", "2")
+    options = ("--context-length", f"{CONTEXT}", "--slots", "8", "--steps", "1")
     with serving(model, *options, "--prefill-chunk", "16", "--weight-version", "0") as found:
         yield found
 
@@ -63,7 +66,7 @@ class TestFleetOfJaxEngines(EngineContract):
                 options=FleetOptions(poll_s=0.5),
             )
             try:
-                yield Subject(fleet, tiny(), params, snapshot, broken)
+                yield Subject(fleet, tiny(), params, snapshot, broken, long=LONG)
             finally:
                 await fleet.aclose()
 

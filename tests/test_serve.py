@@ -22,7 +22,7 @@ from tests.engine_contract import EngineContract, Open, Subject
 from tests.serve_client import ServeClient, serving
 from trsi_jax.model import ModelConfig, init_params, preset, save_params
 
-pytestmark = pytest.mark.serve
+pytestmark = pytest.mark.engine
 CHAT = shell_chat(vocabulary())
 CONTEXT = 256
 

@@ -105,6 +105,7 @@ class JaxEngine:
         steps_per_call: int = 32,
         prefill_chunk: int = 0,
         prefill_width: int = 4,
+        streams: int = 1,
         shardings: Any = None,
         version: int = 0,
         engine_id: str = "jax",
@@ -126,6 +127,8 @@ class JaxEngine:
             The two agree up to rounding. A session then feeds all that is new and nothing else
             (0), or what follows its last prompt's last multiple of this (`trsi_jax.slots`).
           prefill_width: contexts that are read by chunks together.
+          streams: blocks that compute at the same time. More than one is for a CPU: a step of a
+            small model keeps one core busy.
           shardings: tree like the parameters of `jax.sharding.Sharding`, where they are served;
             None: where `params` lies.
           version: of `params`.
@@ -140,6 +143,7 @@ class JaxEngine:
             ("block_width", block_width, 1),
             ("steps_per_call", steps_per_call, 1),
             ("prefill_width", prefill_width, 1),
+            ("streams", streams, 1),
             ("prefill_chunk", prefill_chunk, 0),
         ):
             if size < least:
@@ -179,10 +183,12 @@ class JaxEngine:
         self._queue: deque[_Job] = deque()
         self._serving = asyncio.Event()
         self._serving.set()
-        self._device = asyncio.Lock()
-        # Callers that want the device between two calls of a block.
+        self._streams = streams
+        self._device = asyncio.Semaphore(streams)
+        # Callers that want the device for themselves, between two calls of every block.
         self._urgent = 0
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trsi-engine")
+        self._cutting = asyncio.Lock()
+        self._pool = ThreadPoolExecutor(max_workers=streams, thread_name_prefix="trsi-engine")
         self._closed = False
 
     @property
@@ -374,14 +380,21 @@ class JaxEngine:
 
     @contextlib.asynccontextmanager
     async def _cut_in(self) -> AsyncIterator[None]:
-        """Hold the device between two calls of whatever block runs."""
+        """Hold the device alone, between two calls of whatever blocks run."""
         self._urgent += 1
+        held = 0
         try:
-            async with self._device:
+            # One at a time, or two callers would each wait for what the other holds.
+            async with self._cutting:
+                for _ in range(self._streams):
+                    await self._device.acquire()
+                    held += 1
                 self._check_open()
                 yield
         finally:
             self._urgent -= 1
+            for _ in range(held):
+                self._device.release()
 
     async def _between_calls(
         self, compute: Callable[[], npt.NDArray[np.float32]]
@@ -407,6 +420,9 @@ class JaxEngine:
     def _take_slot(self, owner: str, ids: tuple[int, ...] | None = None) -> int:
         """A free slot: the lowest, or the one from which `ids` can best go on."""
         self._check_open()
+        while ids is not None and len(self._served) < self._streams and self._may_grow():
+            # A stream without a block would idle while another block fills up.
+            self._add_block()
         free = [
             (index, row)
             for index, served in enumerate(self._served)
@@ -422,18 +438,21 @@ class JaxEngine:
         self._served[index].owners[row] = owner
         return index * self._width + row
 
-    def _preference(self, ids: tuple[int, ...], at: tuple[int, int]) -> tuple[int, bool, float]:
-        """Most of `ids` held, here rather than in a slot beside, longest unused."""
+    def _preference(
+        self, ids: tuple[int, ...], at: tuple[int, int]
+    ) -> tuple[int, int, bool, float]:
+        """Most of `ids` held, in the emptiest block, here rather than beside, longest unused."""
         served, row = self._served[at[0]], at[1]
         source, held = served.block.reuse(ids, row)
-        return -held, source != row, served.used[row]
+        taken = sum(owner is not None for owner in served.owners)
+        return -held, taken, source != row, served.used[row]
 
     def _add_block(self) -> int:
-        live = sum(owner is not None for served in self._served for owner in served.owners)
-        room = self._caps.max_sessions - live
+        slots = sum(len(served.owners) for served in self._served)
+        room = self._caps.max_sessions - slots
         if room <= 0:
             raise EngineError(
-                f"{self._engine_id}: {live} sessions are open, at most "
+                f"{self._engine_id}: {slots} sessions are open, at most "
                 f"{self._caps.max_sessions} are served at once; close some or raise max_sessions"
             )
         # Every block has the full width, so that one compiled shape serves all; the last may hold
@@ -464,8 +483,11 @@ class JaxEngine:
             self._place(job, self._take_slot(name, job.request.input_ids))
 
     def _has_room(self) -> bool:
-        owners = [owner for served in self._served for owner in served.owners]
-        return None in owners or len(owners) < self._caps.max_sessions
+        return self._may_grow() or any(None in served.owners for served in self._served)
+
+    def _may_grow(self) -> bool:
+        """Whether another block may be added."""
+        return sum(len(served.owners) for served in self._served) < self._caps.max_sessions
 
     def _place(self, job: _Job, slot: int) -> None:
         job.slot = slot

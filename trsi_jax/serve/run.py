@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -84,7 +85,7 @@ def serve_forever(
 
 
 def make_engine(served: Served, settings: Settings) -> JaxEngine:
-    """The engine of `trsi serve`: one block, contexts by chunks, new requests at once.
+    """The engine of `trsi serve`: contexts by chunks, new requests at once, one block a stream.
 
     Raises:
       UserError: for a context the model has no positions for, or devices that are not there.
@@ -92,6 +93,9 @@ def make_engine(served: Served, settings: Settings) -> JaxEngine:
     config, context = served.config, settings.context or served.context
     where: Any = None
     if settings.tensor > 1:
+        if jax.default_backend() == "cpu":
+            # The scoring forward, cut over CPU devices, was seen to wait for itself for ever.
+            raise UserError(f"--tensor {settings.tensor}: only on accelerators")
         devices = jax.devices()
         if settings.tensor > len(devices):
             raise UserError(f"--tensor {settings.tensor}: there are {len(devices)} devices")
@@ -105,13 +109,17 @@ def make_engine(served: Served, settings: Settings) -> JaxEngine:
             where = shardings(mesh, specs(rules, served.params, mesh.shape))
         except ValueError as error:
             raise UserError(f"--tensor {settings.tensor}: {error}") from error
+    # A step of a model that a CPU can serve keeps one core busy; a block for each shares the work.
+    on_cpu = jax.default_backend() == "cpu"
+    streams = min(os.cpu_count() or 1, settings.slots, 4) if on_cpu else 1
     try:
         return JaxEngine(
             config,
             served.params,
             context_len=context,
             max_sessions=settings.slots,
-            block_width=settings.slots,
+            block_width=-(-settings.slots // streams),
+            streams=streams,
             linger_s=0.0,
             steps_per_call=settings.steps,
             prefill_chunk=settings.prefill_chunk,
