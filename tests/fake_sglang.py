@@ -49,6 +49,7 @@ class FakeSGLang(HttpServer):
         self.dies_of: set[str] = set()
         self.wrong_weights = False
         self.reads_probe = False
+        self.sampled_other = 0
 
     async def _handle(self, call: Call) -> Reply:
         body = call.body or {}
@@ -57,8 +58,10 @@ class FakeSGLang(HttpServer):
         if call.route == "/server_info":
             return as_json({"device": "fake"})
         if call.route == "/v1/loads":
-            waiting = sum(not r.ids for r in self.running.values())
-            running = len(self.running) - waiting
+            # A real server does not count what waits at its door while it is paused.
+            counted = [r for r in self.running.values() if r.aborted or not self.paused]
+            waiting = sum(not r.ids for r in counted)
+            running = len(counted) - waiting
             return as_json({"loads": [{"num_running_reqs": running, "num_waiting_reqs": waiting}]})
         if call.route == "/pause_generation":
             self.paused = True
@@ -113,11 +116,13 @@ class FakeSGLang(HttpServer):
                 if self.paused:
                     await asyncio.sleep(0.005)
                     continue
-                token, logprob = token_of(self.version, prompt + tuple(request.ids), self.vocab)
+                weights = "other" if self.held == "other" else self.version
+                token, logprob = token_of(weights, prompt + tuple(request.ids), self.vocab)
                 if request.spans and request.spans[-1][0] == self.version:
                     request.spans[-1][2] += 1
                 else:
                     request.spans.append([self.version, len(request.ids), len(request.ids) + 1])
+                self.sampled_other += self.held == "other"
                 request.ids.append(token)
                 request.logprobs.append(logprob)
         finally:

@@ -361,18 +361,65 @@ def test_a_server_with_other_weights_than_it_claims_stays_out(tmp_path):
     drive(scenario)
 
 
+def test_what_a_refused_server_samples_after_it_goes_on_is_thrown_away(tmp_path):
+    async def scenario():
+        async with world(2, token_s=0.002) as (fleet, servers, _):
+            wrong, whole = servers[1], servers[1].handler
+            wrong.wrong_weights = True
+
+            async def slow(call):
+                # Requests reach it while it is paused, wait there, and run on what it loaded.
+                if call.route == "/generate" and wrong.held != "other":
+                    await until(lambda: wrong.paused)
+                if call.route == "/update_weights_from_disk":
+                    await until(lambda: wrong.running)
+                return await whole(call)
+
+            wrong.handler = slow
+            snapshot = publish(tmp_path, 2)
+            requests = [ask(f"r{n}", 30) for n in range(8)]
+            tasks = [asyncio.create_task(fleet.generate(r)) for r in requests]
+            await until(lambda: wrong.count("/generate"))
+            report = await fleet.update_weights(snapshot)
+            assert list(report.failed) == [wrong.url]
+            for request, result in zip(requests, await asyncio.gather(*tasks), strict=True):
+                assert len(result.output_ids) == 30
+                check(request, result)
+            # Some were there when it went on, or this test shows nothing.
+            assert wrong.sampled_other > 0
+
+    drive(scenario)
+
+
 def test_weights_that_kill_the_first_server_are_given_to_no_other(tmp_path):
     async def scenario():
         async with world(3) as (fleet, servers, _):
             for server in servers:
                 server.dies_of = {"v000002"}
-            with pytest.raises(SnapshotRefused, match="died of it"):
+            with pytest.raises(SnapshotRefused, match="was lost with it"):
                 await fleet.update_weights(publish(tmp_path, 2))
             assert [s.count("/update_weights_from_disk") for s in servers] == [1, 0, 0]
             request = ask("a")
             result = await fleet.generate(request)
             check(request, result)
             assert [span.version for span in result.spans] == [1]
+
+    drive(scenario)
+
+
+def test_a_connection_lost_while_weights_load_counts_as_a_death(tmp_path):
+    # The scheduler of a real server dies first; its HTTP process answers for some seconds more.
+    def fault(call, number):
+        return Reply(cut_at=-1) if call.route == "/update_weights_from_disk" else None
+
+    async def scenario():
+        async with world(2, proxy=FaultProxy("", fault)) as (fleet, servers, front):
+            with pytest.raises(SnapshotRefused, match="was lost with it"):
+                await fleet.update_weights(publish(tmp_path, 2))
+            assert [s.count("/update_weights_from_disk") for s in servers] == [0, 0]
+            result = await fleet.generate(ask("a"))
+            assert [span.version for span in result.spans] == [1]
+            assert result.engine_id == servers[1].url != front.url
 
     drive(scenario)
 

@@ -92,11 +92,15 @@ class FleetOptions:
 
 @dataclass(eq=False, slots=True)
 class _Slot:
-    """One server and what is known of it; `version` is -1 while unknown."""
+    """One server and what is known of it.
+
+    `version` is what it claims, `verified` what it was last shown to have; -1: nothing yet.
+    """
 
     server: Server
     state: EngineState = EngineState.STARTING
     version: int = -1
+    verified: int = -1
     reason: str = ""
     outstanding: int = 0
     sessions: int = 0
@@ -105,6 +109,7 @@ class _Slot:
     next_look: float = 0.0
     cool_until: float = 0.0
     refused_version: int = -1
+    lost_version: int = -1
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -321,7 +326,7 @@ class SGLangFleet:
         """One `/generate`; what it gave is added to the job, if its weights are known."""
         rid = f"{request.request_id}~{self._nonce}.{next(self._number)}"
         limit = self._options.request_timeout_s
-        before = self._version
+        before = slot.verified
         slot.outstanding += 1
         call = asyncio.create_task(slot.server.generate(request, rid, None))
         stop = asyncio.create_task(job.stop.wait())
@@ -344,16 +349,19 @@ class SGLangFleet:
             self._wake()
         if any(not 0 <= token < self._caps.vocab_size for token in piece.output_ids):
             raise ServerTrouble(slot.server.url, Trouble.GARBLED, "ids outside the vocabulary")
+        # A request that waited out an update there comes back before the server is verified.
+        async with slot.lock:
+            known = sorted((before, slot.verified))
         try:
             spans = spans_of(piece.labels, len(piece.output_ids), len(job.ids))
             for span in spans:
-                low, high = sorted((before, self._version))
-                if not low <= span.version <= high:
-                    raise ValueError(f"tokens of version {span.version}, not {self._version}")
+                if not known[0] <= span.version <= known[1]:
+                    raise ValueError(f"tokens of version {span.version}, not {known[1]}")
         except ValueError as error:
-            # Restarted, or changed by somebody else: its tokens are nobody's.
-            self._set(slot, EngineState.STALE, str(error))
-            slot.next_look = 0.0
+            # Restarted, changed by somebody else, or refused: its tokens are nobody's.
+            if slot.state is EngineState.READY:
+                self._set(slot, EngineState.STALE, str(error))
+                slot.next_look = 0.0
             raise ServerTrouble(slot.server.url, Trouble.GARBLED, str(error)) from error
         for span in spans:
             last = job.spans[-1] if job.spans else None
@@ -580,10 +588,10 @@ class SGLangFleet:
                     if not reason:
                         reference = sums
                         updated.append(slot.server.url)
-                    elif slot.state is EngineState.DEAD and slot.refused_version == checked.version:
+                    elif slot.lost_version == checked.version:
                         raise SnapshotRefused(
-                            f"{checked.path}: {slot.server.url} died of it ({reason}); the other"
-                            f" servers still have version {self._version}"
+                            f"{checked.path}: {slot.server.url} was lost with it ({reason}); the"
+                            f" other servers still have version {self._version}"
                         )
                     else:
                         failed[slot.server.url] = reason
@@ -652,10 +660,14 @@ class SGLangFleet:
                 await self._check_probe(slot, probe)
             except ServerTrouble as error:
                 reason = error.detail
+                # A server whose scheduler died answers `/model_info` for some seconds more.
+                if given and error.trouble not in (Trouble.REFUSED, Trouble.GARBLED):
+                    slot.lost_version = snapshot.version
             except _Unverified as error:
                 reason = str(error)
             if not reason:
-                slot.version, slot.strikes, slot.cool_until = snapshot.version, 0, 0.0
+                slot.version = slot.verified = snapshot.version
+                slot.strikes, slot.cool_until = 0, 0.0
                 self._set(slot, EngineState.READY, "")
                 return "", sums
             if given:
@@ -786,7 +798,7 @@ class SGLangFleet:
                 slot.version = -1
                 self._set(slot, EngineState.STALE, str(error))
                 return
-            slot.strikes, slot.cool_until = 0, 0.0
+            slot.verified, slot.strikes, slot.cool_until = slot.version, 0, 0.0
             self._set(slot, EngineState.READY, "")
 
     async def _look(self, slot: _Slot, tries: int = 1) -> bool:
