@@ -167,7 +167,10 @@ def test_options_that_came_later_leave_the_digest_of_a_run_before_them() -> None
     """The digest of the same content as it was dumped before there were such options."""
     tiny = config.load(TINY)
     content = tiny.model_dump(mode="json", exclude={"seed", "sharding"})
-    later = ("value_loss", "critic_updates", "frozen_attention", "estimator_options", "lam_critic")
+    later = (
+        *("value_loss", "critic_updates", "frozen_attention", "estimator_options", "lam_critic"),
+        "tokens_per_iteration",
+    )
     for stage in content["stages"]:
         for key in later if stage["kind"] == "rpr" else ():
             del stage[key]
@@ -309,6 +312,7 @@ OTHERS = {
     "value_clip": "0.1",
     "frozen_attention": "true",
     "lam_critic": "0.5",
+    "tokens_per_iteration": "1000",
     "preset": "other",
     "estimator": "gae",
     "success": "2.0",

@@ -170,6 +170,10 @@ class RprStage(Section):
     name: StageName
     iterations: Annotated[int, Field(ge=1, lt=1000)]
     tasks_per_iteration: Count = 128
+    tokens_per_iteration: Count | None = None
+    """Sampled tokens an iteration on average, in place of a fixed number of tasks: an iteration
+    takes as many tasks as should bring the stage to its budget so far, judged by the length of the
+    episodes before, and at most four times `tasks_per_iteration`. For arms that must cost alike."""
     samples: Count = 1
     """Attempts a task. A critic is the baseline, so different tasks teach more than repeats."""
     tiers: Annotated[tuple[Tier, ...], Field(min_length=1)] = TIERS
@@ -217,7 +221,10 @@ class RprStage(Section):
 Stage = Annotated[BaseStage | RsrStage | RprStage, Field(discriminator="kind")]
 
 
-_LATER = ("value_loss", "critic_updates", "frozen_attention", "estimator_options", "lam_critic")
+_LATER = (
+    *("value_loss", "critic_updates", "frozen_attention", "estimator_options", "lam_critic"),
+    "tokens_per_iteration",
+)
 """Options of RPR that came after the first published digests: at their default they leave a
 configuration, and so its digest, what it was."""
 

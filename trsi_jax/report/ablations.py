@@ -230,7 +230,7 @@ def online_page(result: Result) -> Page:
     )
     head = (
         *("arm", "success %", f"- {reference}", "95 % interval", "EV", "commands"),
-        *("iterations", "episodes", "sampled tokens"),
+        *("iterations", "updates", "episodes", "sampled tokens"),
     )
     rows = []
     for name, of_seed in result.results.items():
@@ -247,6 +247,7 @@ def online_page(result: Result) -> Page:
                 *shown,
                 f"{_mean([_mean(a.explained_variance) for a in arms]):.2f}",
                 f"{_mean([a.commands for a in arms]):.2f}",
+                f"{_mean([a.iterations for a in arms]):.0f}",
                 f"{_mean([a.updates for a in arms]):.0f}",
                 f"{_mean([a.episodes for a in arms]):.0f}",
                 f"{_mean([a.tokens for a in arms]):.0f}",
