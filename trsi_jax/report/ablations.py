@@ -148,7 +148,7 @@ def stored_page(result: Comparison, stage: str) -> Page:
             cells += [f"{s.change:.4f}", f"{s.flipped:.4f}", f"{s.rank:.4f}"]
         moved.append(cells)
     sections = [
-        Section("Advantages", " ".join(result.left_out), Table(head, rows), ("rank", "credit")),
+        Section("Advantages", " ".join(result.notes), Table(head, rows), ("rank", "credit")),
         Section(
             "Length of logs",
             "The same actions, values and rewards with logs so many times as long: relative change"
