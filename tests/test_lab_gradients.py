@@ -18,8 +18,8 @@ from trsi_jax.lab.study import Laboratory, Recipe, gradient_quality
 pytestmark = pytest.mark.lab
 
 GAMMA, LAM, SEEDS = 0.99, 0.95, (0, 1, 2)
-INVARIANT = ("TB", "TB, lam_in .95", "token", "macro", "bi-level", "MC", "RLOO", "GRPO")
 COUNTING = ("gap", "unmasked", "zeroed")
+INVARIANT = tuple(arm.name for arm in STANDARD if arm.name not in COUNTING)
 
 
 @functools.cache

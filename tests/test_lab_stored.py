@@ -14,10 +14,13 @@ from rollout.store.segments import SegmentWriter
 from tests.test_store import VOCAB, make
 from trsi_jax.cli.main import call
 from trsi_jax.lab import stored
+from trsi_jax.lab.arms import STANDARD
 from trsi_jax.lab.stored import Episode
 
-SOUND = ("TB", "TB, lam_in .95", "token", "macro", "bi-level", "MC", "RLOO", "GRPO")
 COUNTING = ("gap", "unmasked", "zeroed")
+GROUPED = ("RLOO", "GRPO", "Dr. GRPO")
+SOUND = tuple(arm.name for arm in STANDARD if arm.name not in COUNTING)
+ALONE = tuple(name for name in SOUND if name not in GROUPED)
 
 
 def episode(i, rng):
@@ -112,9 +115,11 @@ def test_stretched_logs_keep_the_actions(episodes):
 def test_a_task_tried_once_says_nothing_of_groups(episodes):
     alone = [dataclasses.replace(e, task=e.id) for e in episodes]
     result = stored.compare(alone, factors=())
-    assert [row.arm for row in result.rows] == [*SOUND[:6], "RLOO of batch", *COUNTING]
+    assert [row.arm for row in result.rows] == [*ALONE, "RLOO of batch", *COUNTING]
     assert result.groups == 0.0
-    assert result.notes[0].startswith("RLOO, GRPO: left out, for every task was tried once")
+    assert result.notes[0].startswith(
+        "RLOO, GRPO, Dr. GRPO: left out, for every task was tried once"
+    )
     assert "samples above 1" in result.notes[0]
     # One batch: every episode against the mean of the others.
     outcome = np.array([float(e.success) for e in episodes])
@@ -122,7 +127,7 @@ def test_a_task_tried_once_says_nothing_of_groups(episodes):
     (row,) = (r for r in result.rows if r.arm == "RLOO of batch")
     assert row.spread == pytest.approx((outcome - others).std(), abs=1e-6)
     apart = [dataclasses.replace(e, batch=e.id) for e in alone]
-    assert [r.arm for r in stored.compare(apart, factors=()).rows] == [*SOUND[:6], *COUNTING]
+    assert [r.arm for r in stored.compare(apart, factors=()).rows] == [*ALONE, *COUNTING]
 
 
 def test_some_tasks_tried_once_are_said_to_be(episodes):
@@ -131,7 +136,7 @@ def test_some_tasks_tried_once_are_said_to_be(episodes):
     assert [row.arm for row in result.rows] == [*SOUND, *COUNTING]
     assert result.groups == 0.75
     assert result.notes == (
-        "25 % of the episodes are the only one of their task: RLOO, GRPO give them 0.",
+        "25 % of the episodes are the only one of their task: RLOO, GRPO, Dr. GRPO give them 0.",
     )
 
 

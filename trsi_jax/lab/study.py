@@ -14,7 +14,7 @@ import numpy.typing as npt
 import optax
 
 from trsi_jax import prng
-from trsi_jax.advantages import whiten
+from trsi_jax.advantages import pact_weight, whiten
 from trsi_jax.lab import simulator as sim
 from trsi_jax.lab.arms import Arm, Estimate, Rows, Run
 from trsi_jax.lab.critic import Critic, features, initial_critic, value_of
@@ -88,6 +88,7 @@ class Laboratory:
         self.arms = tuple(arms)
         self.recipe = recipe
         self._runs: tuple[Run, ...] = tuple(arm.build(world.group) for arm in arms)
+        self._actor_first = jnp.array([arm.actor_first for arm in arms])
         self._policy_tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(recipe.lr))
         self._critic_tx = optax.adam(recipe.critic_lr)
         self._race = jax.jit(jax.vmap(self._one_race, in_axes=(None, 0, None, None)))
@@ -172,13 +173,20 @@ class Laboratory:
         return learner
 
     def _fit(
-        self, learner: Learner, episodes: Episodes, target: jax.Array, fitted: jax.Array
+        self,
+        learner: Learner,
+        episodes: Episodes,
+        target: jax.Array,
+        fitted: jax.Array,
+        weight: jax.Array | None = None,
     ) -> Learner:
-        """A few steps of the critic towards fixed targets [B, K, m]."""
+        """A few steps of the critic towards fixed targets [B, K, m], weighted if asked."""
         x = features(self.world, episodes).action
+        count = jnp.sum(fitted)
 
         def loss(critic: Critic) -> jax.Array:
-            return value_mse(value_of(critic, x), target, fitted, n_tokens=jnp.sum(fitted))
+            value = value_of(critic, x)
+            return value_mse(value, target, fitted, n_tokens=count, weight_t=weight)
 
         def step(state: tuple[Critic, Any], _: None) -> tuple[tuple[Critic, Any], None]:
             critic, opt = state
@@ -237,8 +245,14 @@ class Laboratory:
             gradient = jax.grad(self._surrogate)(learner.policy, episodes, -advantage)
             updates, opt = self._policy_tx.update(gradient, learner.policy_opt, learner.policy)
             ev = _explained(value, episodes)
-            learner = self._fit(learner, episodes, estimate.target, estimate.fitted)
             policy = optax.apply_updates(learner.policy, updates)
+            ratio = pact_weight(
+                sim.logprob_of(policy, episodes),
+                sim.logprob_of(learner.policy, episodes),
+                episodes.emitted,
+            )
+            weight = jnp.where(self._actor_first[arm], ratio, 1.0)
+            learner = self._fit(learner, episodes, estimate.target, estimate.fitted, weight)
             return learner._replace(policy=policy, policy_opt=opt), (before, ev)
 
         learner, (success, ev) = jax.lax.scan(

@@ -52,6 +52,9 @@ def simulator_json(study: Study) -> str:
     return json.dumps(_finite(content), indent=1, allow_nan=False) + "\n"
 
 
+_STYLES = ("-", "--", ":")
+"""Of lines, one after the other when the colours are used up."""
+
 Column = tuple[str, Callable[[Cell], str]]
 
 _RACE: tuple[Column, ...] = (
@@ -102,7 +105,7 @@ def _curves(task: Task, cells: Sequence[Cell], gammas: Sequence[float]) -> bytes
                 axes.plot(
                     cell.curve,
                     color=COLOURS[index % len(COLOURS)],
-                    ls="-" if index < len(COLOURS) else "--",
+                    ls=_STYLES[index // len(COLOURS)],
                     lw=1.4,
                     label=cell.arm,
                 )
@@ -169,7 +172,7 @@ def stored_json(result: Comparison, stage: str) -> str:
 def _rank_figure(result: Comparison) -> bytes:
     names = [row.arm for row in result.rows]
     with page.style():
-        figure = page.new_figure(6.4, 5.2)
+        figure = page.new_figure(7.8, 6.6)
         axes = figure.add_subplot()
         shown = axes.imshow(result.rank, vmin=-1, vmax=1, cmap="RdBu")
         axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
@@ -202,7 +205,7 @@ def _credit_figure(result: Comparison) -> bytes:
                 row.credit_by_turn,
                 marker="o",
                 ms=3,
-                ls="-" if i < len(COLOURS) else "--",
+                ls=_STYLES[i // len(COLOURS)],
                 color=COLOURS[i % len(COLOURS)],
                 label=row.arm,
             )
