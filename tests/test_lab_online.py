@@ -160,6 +160,8 @@ SMALL = (
     *("stages.rpr-1.tasks_per_iteration=12", "stages.rpr-1.samples=2"),
     *(f"stages.rpr-1.tokens_per_iteration={BUDGET}", "stages.rpr-1.minibatches=2"),
     *("stages.rpr-1.warm_up_batches=1", 'stages.rpr-1.tiers=["easy", "medium"]'),
+    # Stages that no arm runs must be possible all the same.
+    *("stages.rsr-2.tasks=24", "stages.rpr-2.tasks_per_iteration=12"),
 )
 
 
