@@ -30,7 +30,8 @@ class Recipe:
       iterations: policy updates, one a batch.
       batch: episodes a batch, a multiple of the world's group.
       lr: Adam's step for the policy, with the gradient's norm cut to 1.
-      critic_lr: Adam's step for the critic.
+      critic_lr: Adam's step for the critic, set by how much of the undiscounted return a critic
+        fitted to Monte-Carlo returns explains at the initial policy of `early` (6 turns of 6).
       critic_steps: critic updates a batch.
       warmup_batches: batches of `warmup_batch` episodes on Monte-Carlo returns before the start.
       warmup_batch: episodes of one of these.
@@ -39,7 +40,7 @@ class Recipe:
     iterations: int = 120
     batch: int = 64
     lr: float = 0.03
-    critic_lr: float = 3e-3
+    critic_lr: float = 2.5e-3
     critic_steps: int = 4
     warmup_batches: int = 8
     warmup_batch: int = 128
