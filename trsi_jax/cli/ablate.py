@@ -69,7 +69,8 @@ def simulator(
     tasks = [known[name] for name in dict.fromkeys(task)] if task else list(suite.TASKS)
     gammas = (0.99, 1.0)
     screen = console()
-    with ConsoleObserver(screen).part("simulator", len(tasks) * len(gammas) * len(STANDARD)) as bar:
+    cells = len(gammas) * sum(len(t.of(STANDARD)) for t in tasks)
+    with ConsoleObserver(screen).part("simulator", cells) as bar:
         study = suite.run(
             tasks,
             seeds=numbers,

@@ -57,6 +57,11 @@ class Arm:
         """Whether gamma changes anything."""
         return "gamma" in advantages.options(self.estimator)
 
+    @property
+    def critic(self) -> bool:
+        """Whether it reads a critic's values; else none is trained for it."""
+        return advantages.entry(self.estimator).critic
+
     def build(self, group: int) -> Run:
         """The arm as a function of (rows, gamma, lam), for groups of `group` rows."""
         entry = advantages.entry(self.estimator)

@@ -51,7 +51,7 @@ class Race(NamedTuple):
 
     Attributes:
       success: [S, iterations + 1] exact success before and after each update.
-      explained_variance: [S, iterations] of the undiscounted return by the critic.
+      explained_variance: [S, iterations] of the undiscounted return by the critic; NaN without.
     """
 
     success: npt.NDArray[np.float32]
@@ -64,7 +64,7 @@ class Gradients(NamedTuple):
     Attributes:
       estimates: [S, batches, P].
       truth: [P].
-      explained_variance: [S, batches] of the undiscounted return by the critic.
+      explained_variance: [S, batches] of the undiscounted return by the critic; NaN without.
     """
 
     estimates: npt.NDArray[np.float32]
@@ -90,6 +90,7 @@ class Laboratory:
         self.recipe = recipe
         self._runs: tuple[Run, ...] = tuple(arm.build(world.group) for arm in arms)
         self._actor_first = jnp.array([arm.actor_first for arm in arms])
+        self._critic = jnp.array([arm.critic for arm in arms])
         self._policy_tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(recipe.lr))
         self._critic_tx = optax.adam(recipe.critic_lr)
         self._race = jax.jit(jax.vmap(self._one_race, in_axes=(None, 0, None, None)))
@@ -199,6 +200,22 @@ class Laboratory:
         )
         return learner._replace(critic=critic, critic_opt=opt)
 
+    def _learn(
+        self,
+        arm: jax.Array,
+        learner: Learner,
+        episodes: Episodes,
+        estimate: Estimate,
+        weight: jax.Array,
+    ) -> Learner:
+        """Fit the critic to the arm's own targets, if the arm has any use for one."""
+        learned: Learner = jax.lax.cond(
+            self._critic[arm],
+            lambda: self._fit(learner, episodes, estimate.target, estimate.fitted, weight),
+            lambda: learner,
+        )
+        return learned
+
     def _rows(self, learner: Learner, episodes: Episodes) -> tuple[Rows, sim.Layout, jax.Array]:
         """Episodes as the arms see them, where their tokens lie, and the values [B, K, m]."""
         world = self.world
@@ -228,6 +245,13 @@ class Laboratory:
         estimate: Estimate = jax.lax.switch(arm, branches, gamma, lam)
         return Estimate(*(sim.gather(x, layout.position) for x in estimate)), at_action
 
+    def _explained(self, arm: jax.Array, value: jax.Array, episodes: Episodes) -> jax.Array:
+        """EV of the undiscounted return by values [B, K, m], over the action tokens."""
+        score = episodes.success.astype(jnp.float32)[:, None, None]
+        target = jnp.broadcast_to(score, value.shape)
+        found = explained_variance(value, target, episodes.emitted)
+        return jnp.where(self._critic[arm], found, jnp.nan)
+
     def _surrogate(self, policy: jax.Array, episodes: Episodes, weight: jax.Array) -> jax.Array:
         """Mean over episodes of sum_t A_t log pi_t."""
         logprob = sim.logprob_of(policy, episodes)
@@ -245,7 +269,7 @@ class Laboratory:
             advantage = whiten(estimate.advantage, episodes.emitted)
             gradient = jax.grad(self._surrogate)(learner.policy, episodes, -advantage)
             updates, opt = self._policy_tx.update(gradient, learner.policy_opt, learner.policy)
-            ev = _explained(value, episodes)
+            ev = self._explained(arm, value, episodes)
             policy = optax.apply_updates(learner.policy, updates)
             ratio = pact_weight(
                 sim.logprob_of(policy, episodes),
@@ -253,7 +277,7 @@ class Laboratory:
                 episodes.emitted,
             )
             weight = jnp.where(self._actor_first[arm], ratio, 1.0)
-            learner = self._fit(learner, episodes, estimate.target, estimate.fitted, weight)
+            learner = self._learn(arm, learner, episodes, estimate, weight)
             return learner._replace(policy=policy, policy_opt=opt), (before, ev)
 
         learner, (success, ev) = jax.lax.scan(
@@ -277,7 +301,8 @@ class Laboratory:
         def settle(learner: Learner, key: jax.Array) -> tuple[Learner, None]:
             episodes = sim.sample(self.world, learner.policy, key, self.recipe.batch)
             estimate, _ = self._estimate(arm, learner, episodes, gamma, lam)
-            return self._fit(learner, episodes, estimate.target, estimate.fitted), None
+            weight = jnp.ones_like(estimate.target)
+            return self._learn(arm, learner, episodes, estimate, weight), None
 
         learner, _ = jax.lax.scan(settle, learner, jax.random.split(k_fit, fit))
 
@@ -285,18 +310,12 @@ class Laboratory:
             episodes = sim.sample(self.world, learner.policy, key, self.recipe.batch)
             estimate, value = self._estimate(arm, learner, episodes, gamma, lam)
             gradient = jax.grad(self._surrogate)(learner.policy, episodes, estimate.advantage)
-            return jnp.ravel(gradient), _explained(value, episodes)
+            return jnp.ravel(gradient), self._explained(arm, value, episodes)
 
         measured: tuple[jax.Array, jax.Array] = jax.lax.map(
             measure, jax.random.split(k_run, batches)
         )
         return measured
-
-
-def _explained(value: jax.Array, episodes: Episodes) -> jax.Array:
-    """EV of the undiscounted return by values [B, K, m], over the action tokens."""
-    score = episodes.success.astype(jnp.float32)[:, None, None]
-    return explained_variance(value, jnp.broadcast_to(score, value.shape), episodes.emitted)
 
 
 # --- how good a gradient is -------------------------------------------------------------------

@@ -60,7 +60,7 @@ Column = tuple[str, Callable[[Cell], str]]
 _RACE: tuple[Column, ...] = (
     ("success", lambda c: f"{sum(c.final) / len(c.final):.3f}±{_standard_error(c.final):.3f}"),
     ("mean", lambda c: f"{sum(c.mean) / len(c.mean):.3f}"),
-    ("EV", lambda c: f"{c.explained_variance:.2f}"),
+    ("EV", lambda c: f"{c.explained_variance:.2f}" if c.explained_variance is not None else "-"),
 )
 _GRADIENT: tuple[Column, ...] = (
     ("cosE", lambda c: f"{c.gradient.cos_expected:.2f}"),
