@@ -93,11 +93,13 @@ class Laboratory:
         self._critic = jnp.array([arm.critic for arm in arms])
         self._policy_tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(recipe.lr))
         self._critic_tx = optax.adam(recipe.critic_lr)
-        self._race = jax.jit(jax.vmap(self._one_race, in_axes=(None, 0, None, None)))
+        self._start = jax.jit(jax.vmap(self._one_start))
+        self._race = jax.jit(jax.vmap(self._one_race, in_axes=(None, 0, 0, None, None)))
         self._gradients = jax.jit(
-            jax.vmap(self._one_table, in_axes=(None, 0, None, None, None, None)),
-            static_argnums=(4, 5),
+            jax.vmap(self._one_table, in_axes=(None, 0, 0, None, None, None, None)),
+            static_argnums=(5, 6),
         )
+        self._started: dict[tuple[object, ...], tuple[Learner, jax.Array]] = {}
 
     def race(self, arm: str, seeds: Sequence[int], *, gamma: float, lam: float) -> Race:
         """Train from the initial policy with one arm; all arms see the same keys.
@@ -105,8 +107,9 @@ class Laboratory:
         Raises:
           ValueError: for an arm that this laboratory does not have.
         """
-        keys = jnp.stack([prng.stream(seed, "simulator") for seed in seeds])
-        success, ev = self._race(self._index(arm), keys, jnp.float32(gamma), jnp.float32(lam))
+        start, keys = self._starts(seeds)
+        index = self._index(arm)
+        success, ev = self._race(index, start, keys, jnp.float32(gamma), jnp.float32(lam))
         return Race(np.asarray(success), np.asarray(ev))
 
     def gradients(
@@ -120,9 +123,9 @@ class Laboratory:
         fit: int = 30,
     ) -> Gradients:
         """Gradient estimates at the initial policy, after `fit` batches of critic training."""
-        keys = jnp.stack([prng.stream(seed, "simulator", "gradients") for seed in seeds])
+        start, keys = self._starts(seeds, "gradients")
         estimates, ev = self._gradients(
-            self._index(arm), keys, jnp.float32(gamma), jnp.float32(lam), batches, fit
+            self._index(arm), start, keys, jnp.float32(gamma), jnp.float32(lam), batches, fit
         )
         truth = jax.grad(functools.partial(sim.exact_success, self.world))(
             sim.initial_policy(self.world)
@@ -133,17 +136,26 @@ class Laboratory:
         """Advantages [B, K, m] of one batch by every arm, all with the same warmed-up critic."""
 
         @jax.jit
-        def every(key: jax.Array, gamma: jax.Array, lam: jax.Array) -> list[jax.Array]:
-            k_start, k_run = jax.random.split(key)
-            learner = self._start(k_start)
-            episodes = sim.sample(self.world, learner.policy, k_run, self.recipe.batch)
+        def every(
+            learner: Learner, key: jax.Array, gamma: jax.Array, lam: jax.Array
+        ) -> list[jax.Array]:
+            episodes = sim.sample(self.world, learner.policy, key, self.recipe.batch)
             rows, layout, _ = self._rows(learner, episodes)
             found = [run(rows, gamma, lam).advantage for run in self._runs]
             return [sim.gather(advantage, layout.position) for advantage in found]
 
-        key = prng.stream(seed, "simulator", "advantages")
-        arrays = every(key, jnp.float32(gamma), jnp.float32(lam))
+        start, keys = self._starts([seed], "advantages")
+        learner = jax.tree.map(lambda x: x[0], start)
+        arrays = every(learner, keys[0], jnp.float32(gamma), jnp.float32(lam))
         return {arm.name: array for arm, array in zip(self.arms, arrays, strict=True)}
+
+    def _starts(self, seeds: Sequence[int], *purpose: str) -> tuple[Learner, jax.Array]:
+        """Learners and keys of all seeds, made once: every arm starts from the same."""
+        which = (*purpose, *seeds)
+        if which not in self._started:
+            keys = jnp.stack([prng.stream(seed, "simulator", *purpose) for seed in seeds])
+            self._started[which] = self._start(keys)
+        return self._started[which]
 
     def _index(self, arm: str) -> jax.Array:
         names = [a.name for a in self.arms]
@@ -153,9 +165,10 @@ class Laboratory:
 
     # --- one seed -----------------------------------------------------------------------------
 
-    def _start(self, key: jax.Array) -> Learner:
-        """Initial policy, and a critic warmed up on Monte-Carlo returns."""
-        k_init, k_warm = jax.random.split(key)
+    def _one_start(self, key: jax.Array) -> tuple[Learner, jax.Array]:
+        """Initial policy, a critic warmed up on Monte-Carlo returns, and a key for what follows."""
+        k_start, k_run = jax.random.split(key)
+        k_init, k_warm = jax.random.split(k_start)
         policy = sim.initial_policy(self.world)
         critic = initial_critic(self.world, k_init)
         learner = Learner(
@@ -172,7 +185,7 @@ class Laboratory:
         learner, _ = jax.lax.scan(
             warm, learner, jax.random.split(k_warm, self.recipe.warmup_batches)
         )
-        return learner
+        return learner, k_run
 
     def _fit(
         self,
@@ -258,10 +271,8 @@ class Laboratory:
         return masked_sum(logprob * weight, episodes.emitted, n_tokens=weight.shape[0])
 
     def _one_race(
-        self, arm: jax.Array, key: jax.Array, gamma: jax.Array, lam: jax.Array
+        self, arm: jax.Array, start: Learner, key: jax.Array, gamma: jax.Array, lam: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        k_start, k_run = jax.random.split(key)
-
         def iterate(learner: Learner, key: jax.Array) -> tuple[Learner, tuple[jax.Array, ...]]:
             before = sim.exact_success(self.world, learner.policy)
             episodes = sim.sample(self.world, learner.policy, key, self.recipe.batch)
@@ -281,7 +292,7 @@ class Laboratory:
             return learner._replace(policy=policy, policy_opt=opt), (before, ev)
 
         learner, (success, ev) = jax.lax.scan(
-            iterate, self._start(k_start), jax.random.split(k_run, self.recipe.iterations)
+            iterate, start, jax.random.split(key, self.recipe.iterations)
         )
         final = sim.exact_success(self.world, learner.policy)
         return jnp.append(success, final), ev
@@ -289,14 +300,14 @@ class Laboratory:
     def _one_table(
         self,
         arm: jax.Array,
+        start: Learner,
         key: jax.Array,
         gamma: jax.Array,
         lam: jax.Array,
         batches: int,
         fit: int,
     ) -> tuple[jax.Array, jax.Array]:
-        k_start, k_fit, k_run = jax.random.split(key, 3)
-        learner = self._start(k_start)
+        k_fit, k_run = jax.random.split(key)
 
         def settle(learner: Learner, key: jax.Array) -> tuple[Learner, None]:
             episodes = sim.sample(self.world, learner.policy, key, self.recipe.batch)
@@ -304,7 +315,7 @@ class Laboratory:
             weight = jnp.ones_like(estimate.target)
             return self._learn(arm, learner, episodes, estimate, weight), None
 
-        learner, _ = jax.lax.scan(settle, learner, jax.random.split(k_fit, fit))
+        learner, _ = jax.lax.scan(settle, start, jax.random.split(k_fit, fit))
 
         def measure(key: jax.Array) -> tuple[jax.Array, jax.Array]:
             episodes = sim.sample(self.world, learner.policy, key, self.recipe.batch)

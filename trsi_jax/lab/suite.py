@@ -83,8 +83,9 @@ TASKS: tuple[Task, ...] = (
     Task(
         "delayed-credit",
         "The first of twelve turns decides; compare the mean over iterations, the end saturates.",
-        World(turns=12, log=100, outcome="early", start=0.5),
+        World(turns=12, log=0, outcome="early", start=0.5),
         Recipe(iterations=120, lr=0.02),
+        without=COUNTING,
     ),
     Task(
         "within-turn",
