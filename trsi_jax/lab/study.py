@@ -346,7 +346,8 @@ class GradientQuality:
 
     Attributes:
       cos_expected: cosine of the expected estimate with the truth, the noise of the mean taken
-        off; 1 is an unbiased direction (noise can carry it past 1).
+        off; 1 is an unbiased direction (noise can carry it past 1). NaN where the mean is no
+        larger than its noise.
       cos_batch: mean cosine of a single batch.
       snr: squared projection of the mean on the truth, over the total variance of a batch.
       early: size of the mean estimate at the first turn's decision, relative to the truth.
@@ -375,13 +376,13 @@ def gradient_quality(
     unit = t / np.linalg.norm(t)
     mean = x.mean(axis=0)
     variance = float(x.var(axis=0, ddof=1).sum())
-    norm = np.sqrt(max(float(mean @ mean) - variance / n, np.finfo(np.float64).tiny))
+    size = float(mean @ mean) - variance / n
     along = x @ unit
     first = np.zeros((world.turns, world.tokens, 2, sim.TOKENS), bool)
     first[0, world.decision] = True
     mask = first.ravel()
     return GradientQuality(
-        cos_expected=float(mean @ unit) / norm,
+        cos_expected=float(mean @ unit) / np.sqrt(size) if size > 0 else float("nan"),
         cos_batch=float(np.mean(along / np.maximum(np.linalg.norm(x, axis=1), 1e-30))),
         snr=float(mean @ unit) ** 2 / variance if variance else float("inf"),
         early=float(mean[mask] @ t[mask]) / float(t[mask] @ t[mask]),
