@@ -503,18 +503,36 @@ def with_observations(n, value):
     )
 
 
+@pytest.mark.parametrize("n", [0, 3, 30, 300, 30_000])
 @pytest.mark.parametrize("name", ["tb_gae", "gae"])
-@pytest.mark.parametrize(
-    ("n", "value"),
-    [(3, 0.9), (30, -3e38), (300, 0.9), (300, np.inf), (300, np.nan), (30_000, np.nan)],
-)
-def test_observations_change_no_bit(name, n, value):
+def test_observations_change_no_bit(name, n):
     plain = jitted(name)(*with_observations(0, 0.0), gamma=GAMMA, lam=LAM)
-    longer = jitted(name)(*with_observations(n, value), gamma=GAMMA, lam=LAM)
     keep = np.array([0, 1, n + 2, n + 3])
-    for short, long in zip(plain, longer, strict=True):
-        np.testing.assert_array_equal(np.asarray(long)[keep], np.asarray(short))
-        assert not np.any(np.delete(np.asarray(long), keep))
+    for value in (0.9, -3e38, np.inf, np.nan):
+        longer = jitted(name)(*with_observations(n, value), gamma=GAMMA, lam=LAM)
+        for short, long in zip(plain, longer, strict=True):
+            np.testing.assert_array_equal(np.asarray(long)[keep], np.asarray(short))
+            assert not np.any(np.delete(np.asarray(long), keep))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=SEED, gamma=UNIT, lam=UNIT, lam_in=UNIT, fill=st.sampled_from([np.nan, np.inf, -3e38, 0.7])
+)
+def test_where_observations_stand_and_what_they_hold_changes_no_bit(seed, gamma, lam, lam_in, fill):
+    """The same actions dealt anew over the row, between other observations."""
+    reward, value, acted, turn = draw(seed)
+    index = np.flatnonzero(acted)
+    settings = {"gamma": gamma, "lam": lam, "lam_in": lam_in}
+    plain = jitted("tb_gae")(*to_jax((reward, value, acted, turn)), **settings)
+    place = np.sort(np.random.default_rng(seed + 1).choice(T, index.size, replace=False))
+    moved = [np.full(T, fill), np.full(T, fill), np.zeros(T, bool), np.full(T, -7)]
+    for array, source in zip(moved, (reward, value, acted, turn), strict=True):
+        array[place] = source[index]
+    got = jitted("tb_gae")(*to_jax(moved), **settings)
+    for here, there in zip(plain, got, strict=True):
+        np.testing.assert_array_equal(np.asarray(here)[index], np.asarray(there)[place])
+        assert not np.any(np.delete(np.asarray(there), place))
 
 
 def test_rewards_and_turns_of_observations_are_not_read():
@@ -532,40 +550,88 @@ def test_rewards_and_turns_of_observations_are_not_read():
     np.testing.assert_array_equal(plain, noisy)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_one_turn_is_the_undiscounted_token_estimator(seed):
-    reward, value, acted, turn = to_jax(draw(seed))
-    one = jnp.zeros_like(turn)
-    ours = jitted("tb_gae")(reward, value, acted, one, gamma=0.3, lam=0.2)
-    token = jitted("gae")(reward, value, acted, one, gamma=1.0, lam=1.0)
-    np.testing.assert_allclose(ours, token, atol=1e-5)
+@settings(max_examples=30, deadline=None)
+@given(seed=SEED, gamma=UNIT, lam=UNIT)
+def test_one_turn_is_the_undiscounted_token_estimator(seed, gamma, lam):
+    """Ended, so that nothing follows the turn: neither gamma nor lambda is read."""
+    reward, value, acted, _ = draw(seed)
+    one = np.zeros(T, int)
+    expected = pair_loop(reward, value, acted, one, inside=(1.0, 1.0), between=(1.0, 1.0))
+    got = jitted("tb_gae")(*to_jax((reward, value, acted, one)), gamma=gamma, lam=lam)
+    check(got, expected, (reward, value, acted, one))
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_unit_decay_is_monte_carlo(seed):
-    sequence = to_jax(draw(seed))
-    ours = jitted("tb_gae")(*sequence, gamma=1.0, lam=1.0, bootstrap=0.5)
-    np.testing.assert_allclose(ours, jitted("monte_carlo")(*sequence, bootstrap=0.5), atol=1e-5)
+@settings(max_examples=30, deadline=None)
+@given(seed=SEED, bootstrap=VALUE)
+def test_unit_decay_is_the_undiscounted_token_estimator(seed, bootstrap):
+    sequence = draw(seed)
+    one = (1.0, 1.0)
+    expected = pair_loop(*sequence, inside=one, between=one, bootstrap=bootstrap)
+    got = jitted("tb_gae")(*to_jax(sequence), gamma=1.0, lam=1.0, bootstrap=bootstrap)
+    check(got, expected, sequence)
+    # Which is the Monte-Carlo return less the value: the values of later tokens cancel.
+    monte = jitted("monte_carlo")(*to_jax(sequence), bootstrap=bootstrap)
+    np.testing.assert_allclose(got, monte, atol=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_equal_pairs_are_skip_observation_gae(seed):
-    sequence = to_jax(draw(seed))
-    ours = jitted("tb_gae")(*sequence, gamma=1.0, lam=0.7, lam_in=0.7)
-    np.testing.assert_array_equal(ours, jitted("gae")(*sequence, gamma=1.0, lam=0.7))
+@settings(max_examples=30, deadline=None)
+@given(seed=SEED, lam=UNIT, bootstrap=VALUE)
+def test_equal_pairs_are_skip_observation_gae(seed, lam, bootstrap):
+    """The pair inside a turn is (1, lam_in), so equal pairs have gamma 1."""
+    sequence = draw(seed)
+    expected = pair_loop(*sequence, inside=(1.0, lam), between=(1.0, lam), bootstrap=bootstrap)
+    options = {"gamma": 1.0, "lam": lam, "bootstrap": bootstrap}
+    got = jitted("tb_gae")(*to_jax(sequence), **options, lam_in=lam)
+    check(got, expected, sequence)
+    np.testing.assert_array_equal(got, jitted("gae")(*to_jax(sequence), **options))
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_turn_telescopes(seed):
-    """A_t + V_t - (rewards from t to the turn's end) is one constant a turn."""
+@settings(max_examples=30, deadline=None)
+@given(seed=SEED, gamma=UNIT, lam=UNIT, bootstrap=VALUE)
+def test_a_turn_telescopes(seed, gamma, lam, bootstrap):
+    """A_t = (rewards from t to the turn's end) + C - V_t, C from the first token of the next turn.
+
+    C_k = gamma V_F + gamma lambda A_F with F the next turn's first action token, so a float64 loop
+    over turns gives what the loop over tokens does: the depth is the number of turns.
+    """
     sequence = draw(seed)
     reward, value, acted, turn = sequence
-    advantage, _ = jitted("tb_gae")(*to_jax(sequence), gamma=0.9, lam=0.8)
-    for u in np.unique(turn[acted]):
+    expected = np.zeros(T)
+    constant = gamma * bootstrap
+    for u in reversed(np.unique(turn[acted])):
         index = np.flatnonzero(acted & (turn == u))
         to_go = np.cumsum(reward[index][::-1])[::-1]
-        constant = np.asarray(advantage)[index] + value[index] - to_go
-        np.testing.assert_allclose(constant, constant[0], atol=1e-5)
+        expected[index] = to_go + constant - value[index]
+        first = index[0]
+        constant = gamma * value[first] + gamma * lam * expected[first]
+    options = {"gamma": gamma, "lam": lam, "bootstrap": bootstrap}
+    tokens = pair_loop(*sequence, inside=(1.0, 1.0), between=(gamma, lam), bootstrap=bootstrap)
+    np.testing.assert_allclose(expected, tokens, atol=1e-12)
+    check(jitted("tb_gae")(*to_jax(sequence), **options), expected, sequence)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=SEED, gamma=UNIT, lam=UNIT, more=st.integers(1, 8))
+def test_decay_counts_turns_and_not_tokens(seed, gamma, lam, more):
+    """Tokens of no reward and any value, put behind one of a turn, change no other advantage."""
+    rng = np.random.default_rng(seed)
+    reward, value, acted, turn = draw(seed)
+    at = int(rng.choice(np.flatnonzero(acted))) + 1
+    inserted = (
+        *(np.zeros(more), rng.normal(size=more)),
+        *(np.ones(more, bool), np.full(more, turn[at - 1])),
+    )
+    off = (np.zeros(8 - more), np.zeros(8 - more), np.zeros(8 - more, bool), np.zeros(8 - more))
+    longer = [
+        np.concatenate([x[:at], new, x[at:], end])
+        for x, new, end in zip((reward, value, acted, turn), inserted, off, strict=True)
+    ]
+    expected = pair_loop(
+        reward, value, acted, turn, inside=(1.0, 1.0), between=(gamma, lam), bootstrap=0.5
+    )
+    advantage, _ = jitted("tb_gae")(*to_jax(longer), gamma=gamma, lam=lam, bootstrap=0.5)
+    rest = np.delete(np.asarray(advantage), np.arange(at, at + more))
+    np.testing.assert_allclose(rest[:T], expected, atol=1e-5)
 
 
 def test_fully_masked_sequence_is_zero():

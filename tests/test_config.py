@@ -44,6 +44,8 @@ def test_a_fleet_is_optional_and_where_it_runs_decides_nothing() -> None:
     assert (one.fleet.max_staleness, one.fleet.over_stale) == (1, "drop")
     assert one.digest() == other.digest()
     assert len({config.load(TINY).digest(), one.digest(), stale.digest()}) == 3
+    with pytest.raises(UserError, match="rpr-1: tokens_per_iteration .* leave one out"):
+        config.load(TINY, [*places, "stages.rpr-1.tokens_per_iteration=9000"])
     for bad in ("fleet.max_staleness=-1", 'fleet.over_stale="keep"', "fleet.urls=[]"):
         with pytest.raises(UserError, match=bad.partition("=")[0]):
             config.load(TINY, [*places, bad])
@@ -181,7 +183,10 @@ def test_options_that_came_later_leave_the_digest_of_a_run_before_them() -> None
     """The digest of the same content as it was dumped before there were such options."""
     tiny = config.load(TINY)
     content = tiny.model_dump(mode="json", exclude={"seed", "sharding", "fleet"})
-    later = ("value_loss", "critic_updates", "frozen_attention", "estimator_options", "lam_critic")
+    later = (
+        *("value_loss", "critic_updates", "frozen_attention", "estimator_options", "lam_critic"),
+        "tokens_per_iteration",
+    )
     for stage in content["stages"]:
         for key in later if stage["kind"] == "rpr" else ():
             del stage[key]
@@ -325,6 +330,7 @@ OTHERS = {
     "value_clip": "0.1",
     "frozen_attention": "true",
     "lam_critic": "0.5",
+    "tokens_per_iteration": "1000",
     "preset": "other",
     "estimator": "gae",
     "success": "2.0",

@@ -18,7 +18,7 @@ from trsi_jax import checkpoint, config, model
 from trsi_jax.lab import online
 from trsi_jax.lab.online import paired_bootstrap
 from trsi_jax.report import ablations
-from trsi_jax.stages import machine, record
+from trsi_jax.stages import machine, record, rpr
 from trsi_jax.stages.observer import NullObserver
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,6 +98,37 @@ def test_a_shared_warm_up_needs_equal_warm_ups(tmp_path):
         online.load(written(tmp_path, shared, other))
 
 
+def stage_with(**settings):
+    stage = config.load(ROOT / "configs" / "tiny.toml").stages[2]
+    return stage.model_copy(update=settings)
+
+
+def test_a_token_budget_decides_how_many_tasks_an_iteration_takes():
+    """By hand: what is left of the budget, over the tokens of a task judged by the latest."""
+    stage = stage_with(tokens_per_iteration=1000, tasks_per_iteration=100, samples=2)
+    count = functools.partial(rpr._affordable, stage)
+    assert count([], []) == 100
+    assert count([], [10, 30]) == 25  # 1000 / (2 * 20)
+    assert count([900], [10, 10]) == 55  # (2000 - 900) / 20
+    assert count([1900], [10, 10]) == 5
+    assert count([2100], [10, 10]) == 1
+    assert count([0], [0, 0]) == 400  # a policy that falls silent costs no more than four times
+
+
+def test_budgets_come_out_equal_whatever_the_length_of_episodes():
+    """Two policies, one that grows terse, one verbose: both end within an iteration's error."""
+    stage = stage_with(tokens_per_iteration=1600, samples=1)
+    for drift in (0.97, 1.0, 1.03):
+        rng = np.random.default_rng(0)
+        spent, latest = [], rng.integers(5, 26, 512)
+        for i in range(32):
+            count = rpr._affordable(stage, spent, latest.tolist())
+            latest = np.round(rng.integers(5, 26, count) * drift**i).astype(int)
+            spent.append(int(latest.sum()))
+        # Standard error of 110 episodes' mean is 4 %, the drift 3 %, of one of 32 iterations.
+        assert sum(spent) == pytest.approx(32 * 1600, rel=0.01), drift
+
+
 def test_the_bootstrap_is_exact_where_there_is_nothing_to_draw():
     same = paired_bootstrap([np.full(5, 0.25), np.full(3, 0.25)], np.random.default_rng(0))
     assert (same.mean, same.lo, same.hi, same.n) == (0.25, 0.25, 0.25, 2)
@@ -120,13 +151,17 @@ def test_the_bootstrap_spreads_as_theory_says():
     assert many.mean == pytest.approx(offsets.mean())
 
 
+BUDGET = 240
 SMALL = (
     *("train_tasks=64", "engine.sessions=16", "evaluation.tasks=16", "evaluation.repeats=2"),
     *("stages.base.steps=70", "stages.base.curriculum_steps=100", "stages.base.mistake_rate=0.0"),
     *("stages.base.warmup_steps=10", "stages.base.learning_rate=4e-3"),
     *("stages.rsr-1.tasks=24", "stages.rsr-1.epochs=2", "stages.rpr-1.iterations=2"),
     *("stages.rpr-1.tasks_per_iteration=12", "stages.rpr-1.samples=2"),
+    *(f"stages.rpr-1.tokens_per_iteration={BUDGET}", "stages.rpr-1.minibatches=2"),
     *("stages.rpr-1.warm_up_batches=1", 'stages.rpr-1.tiers=["easy", "medium"]'),
+    # Stages that no arm runs must be possible all the same.
+    *("stages.rsr-2.tasks=24", "stages.rpr-2.tasks_per_iteration=12"),
 )
 
 
@@ -169,11 +204,16 @@ def test_arms_train_from_one_start(trained):
     assert not np.array_equal(
         column(folder, "critic", "return_t"), column(folder, "tb", "return_t")
     )
+    reader = SegmentReader(folder / "seed-0" / "start" / "store")
+    warm_up = sum(x.sum() for x in reader.read_tokens("rpr-1/warm-up-0.000", "acted_t"))
     for of_seed in result.results.values():
         arm = of_seed[0]
-        assert (arm.updates, len(arm.by_task)) == (2, 16)
-        # One batch of warm-up rollouts and two iterations, 12 tasks twice each.
-        assert arm.episodes == 72
+        assert (arm.iterations, len(arm.by_task)) == (2, 16)
+        # Two minibatches an iteration, more than the packed rows that so few episodes fill.
+        assert arm.updates == 4
+        # The warm-up is shared. An arm misses its budget by what the last iteration's
+        # episodes, about 20 of 10 to 20 tokens, deviate from those before.
+        assert arm.tokens - warm_up == pytest.approx(2 * BUDGET, rel=0.25)
         assert len(arm.explained_variance) == 2
         assert arm.commands >= 1
     assert set(result.differences) == {"token", "gap-100", "critic"}

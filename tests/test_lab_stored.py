@@ -14,9 +14,13 @@ from rollout.store.segments import SegmentWriter
 from tests.test_store import VOCAB, make
 from trsi_jax.cli.main import call
 from trsi_jax.lab import stored
+from trsi_jax.lab.arms import STANDARD
 from trsi_jax.lab.stored import Episode
 
-SOUND = ("TB", "TB, lam_in .95", "token", "macro", "bi-level", "MC", "RLOO", "GRPO")
+COUNTING = ("gap", "unmasked", "zeroed")
+GROUPED = ("RLOO", "GRPO", "Dr. GRPO")
+SOUND = tuple(arm.name for arm in STANDARD if arm.name not in COUNTING)
+ALONE = tuple(name for name in SOUND if name not in GROUPED)
 
 
 def episode(i, rng):
@@ -47,11 +51,11 @@ def comparison(episodes):
 
 def test_logs_change_no_bit_of_a_sound_estimator_and_all_of_the_wrong_ones(comparison):
     rows = {row.arm: row for row in comparison.rows}
-    assert comparison.left_out == ()
+    assert (comparison.groups, comparison.notes) == (1.0, ())
     for name in SOUND:
         for s in rows[name].sensitivity:
             assert (s.change, s.flipped, s.rank) == (0.0, 0.0, pytest.approx(1.0))
-    for name in ("gap", "unmasked", "zeroed"):
+    for name in COUNTING:
         assert all(s.change > 0.01 for s in rows[name].sensitivity), name
 
 
@@ -111,8 +115,39 @@ def test_stretched_logs_keep_the_actions(episodes):
 def test_a_task_tried_once_says_nothing_of_groups(episodes):
     alone = [dataclasses.replace(e, task=e.id) for e in episodes]
     result = stored.compare(alone, factors=())
-    assert [row.arm for row in result.rows] == [*SOUND[:6], "gap", "unmasked", "zeroed"]
-    assert result.left_out == tuple(f"{n}: no task was tried twice" for n in ("RLOO", "GRPO"))
+    assert [row.arm for row in result.rows] == [*ALONE, "RLOO of batch", *COUNTING]
+    assert result.groups == 0.0
+    assert result.notes[0].startswith(
+        "RLOO, GRPO, Dr. GRPO: left out, for every task was tried once"
+    )
+    assert "samples above 1" in result.notes[0]
+    # One batch: every episode against the mean of the others.
+    outcome = np.array([float(e.success) for e in episodes])
+    others = (outcome.sum() - outcome) / (len(outcome) - 1)
+    (row,) = (r for r in result.rows if r.arm == "RLOO of batch")
+    assert row.spread == pytest.approx((outcome - others).std(), abs=1e-6)
+    apart = [dataclasses.replace(e, batch=e.id) for e in alone]
+    assert [r.arm for r in stored.compare(apart, factors=()).rows] == [*ALONE, *COUNTING]
+
+
+def test_some_tasks_tried_once_are_said_to_be(episodes):
+    mixed = [dataclasses.replace(e, task=e.id) if i < 6 else e for i, e in enumerate(episodes)]
+    result = stored.compare(mixed, factors=())
+    assert [row.arm for row in result.rows] == [*SOUND, *COUNTING]
+    assert result.groups == 0.75
+    assert result.notes == (
+        "25 % of the episodes are the only one of their task: RLOO, GRPO, Dr. GRPO give them 0.",
+    )
+
+
+def test_a_limit_draws_whole_groups_in_their_order(episodes):
+    few = stored.drawn(episodes, 10, np.random.default_rng(0))
+    assert len(few) == 8
+    assert [e for e in episodes if e in few] == few
+    assert all(sum(e.task == f.task for e in few) == 4 for f in few)
+    assert stored.drawn(episodes, 24, np.random.default_rng(0)) == episodes
+    other = stored.drawn(episodes, 10, np.random.default_rng(1))
+    assert [e.id for e in other] != [e.id for e in few]
 
 
 @pytest.mark.parametrize(

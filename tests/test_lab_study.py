@@ -29,6 +29,17 @@ def test_without_logs_the_wrong_recursions_learn_as_token_gae_does():
     assert np.all(token.success[:, 0] == pytest.approx(0.765**3, rel=1e-5))
 
 
+def test_arms_that_differ_in_a_constant_or_in_the_order_alone():
+    """Dr. GRPO is 7/8 of RLOO in groups of 8; PACT is MC until the critic hears of the order."""
+    lab = laboratory(0)
+    found = lab.advantages(0, gamma=0.99, lam=0.95)
+    np.testing.assert_allclose(found["Dr. GRPO"], 7 / 8 * found["RLOO"], atol=1e-6)
+    np.testing.assert_array_equal(found["PACT"], found["MC"])
+    mc, pact = (lab.race(name, [0, 1], gamma=0.99, lam=0.95).success for name in ("MC", "PACT"))
+    np.testing.assert_array_equal(pact[:, :2], mc[:, :2])
+    assert np.all(pact[:, -1] != mc[:, -1])
+
+
 def test_a_gradient_worked_by_hand():
     """Batches t + e and t - e with e across: direction exact, variance 2 |e|^2 for two of them."""
     world = World(turns=1, tokens=1, log=0)

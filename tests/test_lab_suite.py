@@ -15,17 +15,19 @@ from trsi_jax.lab.simulator import World
 from trsi_jax.lab.study import GradientQuality, Recipe
 from trsi_jax.report import ablations, page
 
-ARMS = tuple(a for a in STANDARD if a.name in ("TB", "token", "MC", "gap"))
+ARMS = tuple(a for a in STANDARD if a.name in ("TB", "token", "MC", "RLOO", "gap"))
 QUALITY = GradientQuality(1.0, 0.5, 0.1, 1.0, 0.0)
 RECIPE = Recipe(iterations=3, batch=16, warmup_batches=1, warmup_batch=16)
 
 
 @pytest.fixture(scope="module")
 def study():
-    task = suite.Task("long-logs", "Small.", World(turns=2, tokens=2, log=3), RECIPE)
+    world = World(turns=2, tokens=2, log=3)
+    task = suite.Task("long-logs", "Small.", world, RECIPE, without=("zeroed",))
     seen = []
-    result = suite.run([task], arms=ARMS, seeds=[0, 1], batches=2, jobs=2, advance=seen.append)
-    assert seen == ["long-logs"] * 8
+    arms = [*ARMS, *(a for a in STANDARD if a.name == "zeroed")]
+    result = suite.run([task], arms=arms, seeds=[0, 1], batches=2, jobs=2, advance=seen.append)
+    assert seen == ["long-logs"] * 10
     return result
 
 
@@ -60,6 +62,15 @@ def test_the_page_shows_rules_tables_and_plots(study, tmp_path):
     assert paths[3].read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_arm_without_a_critic_has_no_explained_variance(study):
+    by = {c.arm: c for c in study.cells if c.gamma == 1.0}
+    assert by["RLOO"].explained_variance is None
+    assert by["MC"].explained_variance is not None
+    page = ablations.simulator_page(study)
+    (row,) = (r for r in page.sections[1].table.rows if r[0] == "RLOO")
+    assert row[3] == "-"
+
+
 def cell(task, arm, gamma, final, curve=(0.5, 0.5)):
     return suite.Cell(task, arm, gamma, 0.95, (final,), (final,), curve, 0.0, QUALITY, (QUALITY,))
 
@@ -79,7 +90,8 @@ def test_rules_are_judged_by_their_bounds(task, finals, kept):
     """Figures as measured elsewhere and others; the same at gamma 1, where token must catch up."""
     cells = [cell(task, arm, g, final) for g in (0.99, 1.0) for arm, final in finals.items()]
     one = dataclasses.replace(suite.TASKS[1], name=task)
-    verdicts = suite.judge(one, ARMS, cells, (0.99, 1.0), 0.95)
+    arms = [arm for arm in ARMS if arm.name in finals]
+    verdicts = suite.judge(one, arms, cells, (0.99, 1.0), 0.95)
     assert [v.passed for v in verdicts] == kept
 
 

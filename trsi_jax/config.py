@@ -196,6 +196,10 @@ class RprStage(Section):
     name: StageName
     iterations: Annotated[int, Field(ge=1, lt=1000)]
     tasks_per_iteration: Count = 128
+    tokens_per_iteration: Count | None = None
+    """Sampled tokens an iteration on average, in place of a fixed number of tasks: an iteration
+    takes as many tasks as should bring the stage to its budget so far, judged by the length of the
+    episodes before, and at most four times `tasks_per_iteration`. For arms that must cost alike."""
     samples: Count = 1
     """Attempts a task. A critic is the baseline, so different tasks teach more than repeats."""
     tiers: Annotated[tuple[Tier, ...], Field(min_length=1)] = TIERS
@@ -243,7 +247,10 @@ class RprStage(Section):
 Stage = Annotated[BaseStage | RsrStage | RprStage, Field(discriminator="kind")]
 
 
-_LATER = ("value_loss", "critic_updates", "frozen_attention", "estimator_options", "lam_critic")
+_LATER = (
+    *("value_loss", "critic_updates", "frozen_attention", "estimator_options", "lam_critic"),
+    "tokens_per_iteration",
+)
 """Options of RPR that came after the first published digests: at their default they leave a
 configuration, and so its digest, what it was."""
 
@@ -291,6 +298,12 @@ class Config(Section):
         if len(heads) > 1 and handed:
             raise ValueError("value_loss must be the same in all stages that hand a critic over")
         for stage in self.stages:
+            budgeted = isinstance(stage, RprStage) and stage.tokens_per_iteration is not None
+            if budgeted and self.fleet is not None:
+                raise ValueError(
+                    f"stage {stage.name}: tokens_per_iteration counts what earlier iterations"
+                    " sampled, which a fleet that samples ahead does not know; leave one out"
+                )
             if isinstance(stage, RsrStage) and len(set(stage.harnesses)) < len(stage.harnesses):
                 raise ValueError(f"stage {stage.name}: harnesses must differ")
             if isinstance(stage, RsrStage) and stage.tasks > self.train_tasks:

@@ -71,11 +71,12 @@ def tb_gae_compacted(
     lam_in: Scalar = 1.0,
     bootstrap_b: Scalar = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """`tb_gae` of compacted columns, with one number carried from token to token.
+    """`tb_gae` of compacted columns, as a recursion of the return alone.
 
-    R_j = r_j + C_j, A_j = R_j - V_j, where C_j is what is left to come as seen from j:
-    C_{j-1} = gamma ((1 - lam) V_j + lam R_j) if j is the first action token of its turn, else
-    (1 - lam_in) V_j + lam_in R_j, and C_N = gamma bootstrap.
+    R_j = r_j + gamma ((1 - lam) V_{j+1} + lam R_{j+1}) if j + 1 is the first action token of its
+    turn, else r_j + (1 - lam_in) V_{j+1} + lam_in R_{j+1}; V_{N+1} = R_{N+1} = bootstrap, which
+    counts as another turn; A_j = R_j - V_j. What a step hands on is what it puts out, which
+    XLA's CPU compiler makes one loop of.
 
     Args:
       reward_nb: [N, B] float, compacted rewards.
@@ -96,19 +97,27 @@ def tb_gae_compacted(
     chex.assert_equal_shape([reward_nb, value_nb, acted_nb, starts_nb])
     dtype = jnp.promote_types(jnp.promote_types(reward_nb.dtype, value_nb.dtype), jnp.float32)
     reward_nb, value_nb = jax.lax.stop_gradient((reward_nb.astype(dtype), value_nb.astype(dtype)))
-    g, l_out, l_in = (jnp.asarray(x, dtype) for x in (gamma, lam, lam_in))
+    g, l_out = (jnp.asarray(x, dtype) for x in (gamma, lam))
+    columns = reward_nb.shape[1:]
+    end = jax.lax.stop_gradient(jnp.broadcast_to(jnp.asarray(bootstrap_b, dtype), columns))
+    next_value_nb = jnp.concatenate([value_nb[1:], end[None]])
+    crosses_nb = jnp.concatenate([starts_nb[1:], jnp.ones((1, *columns), bool)])
 
     def back(
-        to_come: jax.Array, token: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+        later: jax.Array, token: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        reward, value, acted, starts = token
-        total = reward + to_come
-        across = g * ((1.0 - l_out) * value + l_out * total)
-        inside = (1.0 - l_in) * value + l_in * total
-        # Padding comes last, so it may spoil the carry; only its output is blanked.
-        return jnp.where(starts, across, inside), jnp.where(acted, total - value, 0.0)
+        reward, value, crosses = token
+        across = g * (1.0 - l_out) * value + g * l_out * later
+        if isinstance(lam_in, (int, float)) and lam_in == 1.0:
+            inside = later
+        else:
+            l_in = jnp.asarray(lam_in, dtype)
+            inside = (1.0 - l_in) * value + l_in * later
+        total = reward + jnp.where(crosses, across, inside)
+        return total, total
 
-    start = jnp.broadcast_to(g * jnp.asarray(bootstrap_b, dtype), reward_nb.shape[1:])
-    tokens = (reward_nb, value_nb, acted_nb, starts_nb)
-    _, advantage_nb = jax.lax.scan(back, jax.lax.stop_gradient(start), tokens, reverse=True)
-    return advantage_nb, jnp.where(acted_nb, advantage_nb + value_nb, 0.0)
+    tokens = (reward_nb, next_value_nb, crosses_nb)
+    # Padding comes last, so it may spoil what is carried; only its output is blanked.
+    _, return_nb = jax.lax.scan(back, end, tokens, reverse=True)
+    advantage_nb = jnp.where(acted_nb, return_nb - value_nb, 0.0)
+    return advantage_nb, jnp.where(acted_nb, return_nb, 0.0)

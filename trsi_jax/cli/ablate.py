@@ -69,7 +69,8 @@ def simulator(
     tasks = [known[name] for name in dict.fromkeys(task)] if task else list(suite.TASKS)
     gammas = (0.99, 1.0)
     screen = console()
-    with ConsoleObserver(screen).part("simulator", len(tasks) * len(gammas) * len(STANDARD)) as bar:
+    cells = len(gammas) * sum(len(t.of(STANDARD)) for t in tasks)
+    with ConsoleObserver(screen).part("simulator", cells) as bar:
         study = suite.run(
             tasks,
             seeds=numbers,
@@ -99,7 +100,9 @@ def stored(
     stage: Annotated[
         str | None, typer.Option(help="Trajectories of this stage [default: the first RPR stage].")
     ] = None,
-    limit: Annotated[int, typer.Option(min=2, help="At most so many, drawn by the seed.")] = 1000,
+    limit: Annotated[
+        int, typer.Option(min=2, help="At most so many, whole groups, drawn by the seed.")
+    ] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="Of the draw.")] = 0,
     gamma: Annotated[float, typer.Option(min=0.0, max=1.0, help="Discount.")] = 0.99,
     lam: Annotated[float, typer.Option(min=0.0, max=1.0, help="Mixing parameter.")] = 0.95,
@@ -134,11 +137,9 @@ def stored(
 
 def _episodes(run: Path, stage: str | None, limit: int, seed: int) -> tuple[list[Episode], str]:
     """Stored trajectories with the reward and the values that training saw."""
-    import numpy as np
-
     from rollout.store.reader import SegmentReader
     from trsi_jax import prng
-    from trsi_jax.lab.stored import Episode
+    from trsi_jax.lab.stored import Episode, drawn
 
     folder = run / "store" if (run / "store").is_dir() else run
     reader = SegmentReader(folder)
@@ -160,13 +161,13 @@ def _episodes(run: Path, stage: str | None, limit: int, seed: int) -> tuple[list
         for t, reward_t, value_t in zip(reader.read(segment), *arrays, strict=True):
             if t.verdict is None:
                 continue
-            task = f"{segment.rpartition('.')[0]}/{t.task_id}"
+            collected = segment.rpartition(".")[0]
+            task = f"{collected}/{t.task_id}"
             good = t.verdict.strict_success
-            episodes.append(Episode(t.id, task, reward_t, value_t, t.acted_t, t.turn_t, good))
-    if len(episodes) > limit:
-        order = prng.generator(seed, "ablate", "stored").permutation(len(episodes))[:limit]
-        episodes = [episodes[i] for i in np.sort(order)]
-    return episodes, name
+            episodes.append(
+                Episode(t.id, task, reward_t, value_t, t.acted_t, t.turn_t, good, collected)
+            )
+    return drawn(episodes, limit, prng.generator(seed, "ablate", "stored")), name
 
 
 @app.command("online")

@@ -41,16 +41,26 @@ class Arm:
       name: what tables call it.
       estimator: its name in the registry.
       settings: keyword settings other than gamma and lam.
+      inside: whether gamma and lam are also those inside a turn.
+      actor_first: whether the critic's targets are weighted by the ratio of the updated policy to
+        the one that sampled, as PACT does.
     """
 
     name: str
     estimator: str
     settings: tuple[tuple[str, Any], ...] = ()
+    inside: bool = False
+    actor_first: bool = False
 
     @property
     def discounts(self) -> bool:
         """Whether gamma changes anything."""
         return "gamma" in advantages.options(self.estimator)
+
+    @property
+    def critic(self) -> bool:
+        """Whether it reads a critic's values; else none is trained for it."""
+        return advantages.entry(self.estimator).critic
 
     def build(self, group: int) -> Run:
         """The arm as a function of (rows, gamma, lam), for groups of `group` rows."""
@@ -60,6 +70,8 @@ class Arm:
 
         def token(rows: Rows, gamma: jax.Array, lam: jax.Array) -> Estimate:
             given = {k: v for k, v in {"gamma": gamma, "lam": lam}.items() if k in taken}
+            if self.inside:
+                given |= {"gamma_in": gamma, "lam_in": lam}
 
             def one(
                 reward_t: jax.Array, value_t: jax.Array, acted_t: jax.Array, turn_t: jax.Array
@@ -98,13 +110,19 @@ STANDARD: tuple[Arm, ...] = (
     Arm("TB", "tb_gae"),
     Arm("TB, lam_in .95", "tb_gae", (("lam_in", 0.95),)),
     Arm("token", "gae"),
+    Arm("length-adaptive", "length_adaptive_gae", (("alpha", 1.5),)),
     Arm("macro", "turn_gae"),
     Arm("bi-level", "bilevel_gae"),
+    Arm("bi-level, same inside", "bilevel_gae", inside=True),
     Arm("MC", "monte_carlo"),
+    Arm("PACT", "pact", actor_first=True),
+    Arm("REINFORCE++", "reinforce_pp"),
     Arm("RLOO", "rloo"),
     Arm("GRPO", "grpo"),
+    Arm("Dr. GRPO", "dr_grpo"),
     Arm("gap", "gae_gap"),
     Arm("unmasked", "gae_unmasked"),
     Arm("zeroed", "gae_zeroed"),
 )
-"""The arms of the default study; the last three are wrong on purpose."""
+"""The arms of the default study; the last three are wrong on purpose. `cross_segment_gae` is no arm
+of its own: a rollout that was never compacted has one segment, on which it is `gae`."""

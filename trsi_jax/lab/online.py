@@ -26,7 +26,7 @@ from trsi_jax import prng
 from trsi_jax.config import Config, RprStage, Section
 from trsi_jax.evaluate import protocol
 from trsi_jax.evaluate.stats import Estimate
-from trsi_jax.stages import machine, record
+from trsi_jax.stages import machine, record, rpr
 from trsi_jax.stages.observer import Observer
 
 RESAMPLES = 10_000
@@ -163,7 +163,8 @@ class ArmResult:
       explained_variance: of the undiscounted return by the critic, the same iterations.
       episodes: training episodes sampled in the arm's own stages.
       tokens: tokens that the policy sampled in them.
-      updates: PPO iterations in them.
+      iterations: PPO iterations in them.
+      updates: updates of the actor in these.
     """
 
     by_task: Mapping[str, float]
@@ -173,6 +174,7 @@ class ArmResult:
     explained_variance: tuple[float, ...]
     episodes: int
     tokens: int
+    iterations: int
     updates: int
 
 
@@ -263,9 +265,11 @@ def measure(config: Config, folder: Path, shared: int) -> ArmResult:
     last = config.stages[-1].name
     own = {stage.name for stage in config.stages[shared:]}
     held_out: list[Trajectory] = []
+    of_collection: dict[str, list[str]] = {}
     episodes = tokens = 0
     for segment in reader.segments():
         name = segment.rpartition(".")[0]
+        of_collection.setdefault(name, []).append(segment)
         if name == f"evaluation/{last}":
             held_out += reader.read(segment)
         elif name.partition("/")[0] in own:
@@ -281,6 +285,12 @@ def measure(config: Config, folder: Path, shared: int) -> ArmResult:
         tuple(x for c in curves for x in c.get(name, ()))
         for name in ("train/success", "critic/explained_variance")
     )
+    updates = 0
+    for stage in (s for s in config.stages[shared:] if isinstance(s, RprStage)):
+        for i in range(stage.iterations):
+            sampled = of_collection[f"{stage.name}/{rpr.collection(i)}"]
+            trajectories = [t for segment in sampled for t in reader.read(segment)]
+            updates += rpr.updates_of(config, stage, i, trajectories)
     return ArmResult(
         by_task={task: r.strict_success for task, r in evaluation.results.items()},
         success=evaluation.strict_success.mean,
@@ -289,7 +299,8 @@ def measure(config: Config, folder: Path, shared: int) -> ArmResult:
         explained_variance=explained,
         episodes=episodes,
         tokens=tokens,
-        updates=len(success),
+        iterations=len(success),
+        updates=updates,
     )
 
 

@@ -7,6 +7,7 @@ stretched and cut, with the actions, values and rewards as they were, to see wha
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ Doubles = npt.NDArray[np.float64]
 
 REFERENCE = "TB"
 BASELINE = "MC"
+OF_BATCH = Arm("RLOO of batch", "rloo")
+"""Stands in for the estimators of groups where no task was tried twice: the group is the batch."""
 SLOTS = 1 << 21
 """Tokens, padding included, that one compiled call takes."""
 
@@ -33,7 +36,8 @@ class Episode:
     """One stored trajectory as an estimator sees it; arrays are [T], token-aligned.
 
     Attributes:
-      task: episodes of one task and iteration form a group.
+      task: episodes of one task and batch form a group.
+      batch: the collection that an update was made of; "" if it is not known.
       reward_t: float32, 0 off the mask.
       value_t: float32, the critic's value before every token, observations included.
       acted_t: bool, true where the policy sampled the token.
@@ -48,6 +52,7 @@ class Episode:
     acted_t: npt.NDArray[np.bool_]
     turn_t: npt.NDArray[np.int32]
     success: bool
+    batch: str = ""
 
     def check(self) -> None:
         """Refuse what an estimator would lose or spread. Raises ValueError that names it."""
@@ -82,6 +87,7 @@ class Episode:
             self.acted_t[at],
             self.turn_t[at],
             self.success,
+            self.batch,
         )
 
 
@@ -135,7 +141,8 @@ class Comparison:
     Attributes:
       log_tokens: mean number of log tokens between two actions of different turns.
       rank: [arms, arms] Spearman's correlation.
-      left_out: estimators that these episodes say nothing of, and why.
+      groups: share of the episodes whose task was tried more than once in their batch.
+      notes: what these episodes cannot show, and what stands in for it.
     """
 
     episodes: int
@@ -147,7 +154,8 @@ class Comparison:
     factors: tuple[float, ...]
     rows: tuple[Row, ...]
     rank: Doubles
-    left_out: tuple[str, ...]
+    groups: float
+    notes: tuple[str, ...]
 
 
 TURN_BINS = 4
@@ -187,13 +195,8 @@ def compare(
         raise ValueError(
             f"a comparison needs at least two episodes that acted, got {len(episodes)}"
         )
-    left_out: tuple[str, ...] = ()
-    if len({e.task for e in episodes}) == len(episodes):
-        # A group of one prefers nothing: its advantages are 0 whatever happened.
-        grouped = [a for a in arms if advantages.entry(a.estimator).kind == "group"]
-        left_out = tuple(f"{a.name}: no task was tried twice" for a in grouped)
-        arms = [a for a in arms if a not in grouped]
-        names = [arm.name for arm in arms]
+    arms, shared, notes = _groupable(episodes, arms)
+    names = [arm.name for arm in arms]
     run = functools.partial(_estimates, arms=arms, gamma=gamma, lam=lam, advance=advance)
     stored, target = run(episodes)
     by_factor = {f: run([e.with_logs(f) for e in episodes])[0] for f in factors}
@@ -235,8 +238,51 @@ def compare(
         factors=tuple(factors),
         rows=tuple(rows),
         rank=np.array([[_correlation(ranks[a], ranks[b]) for b in names] for a in names]),
-        left_out=left_out,
+        groups=shared,
+        notes=notes,
     )
+
+
+def drawn(episodes: Sequence[Episode], limit: int, rng: np.random.Generator) -> list[Episode]:
+    """At most `limit` episodes, in their order: tasks are drawn, each with all of its episodes."""
+    groups: dict[str, list[int]] = {}
+    for i, episode in enumerate(episodes):
+        groups.setdefault(episode.task, []).append(i)
+    every = list(groups.values())
+    kept: list[int] = []
+    for g in rng.permutation(len(every)):
+        if len(kept) + len(every[g]) <= limit:
+            kept += every[g]
+    return [episodes[i] for i in sorted(kept)]
+
+
+def _groupable(
+    episodes: Sequence[Episode], arms: Sequence[Arm]
+) -> tuple[list[Arm], float, tuple[str, ...]]:
+    """The arms that these episodes can tell apart, the share in groups, and what to say of it.
+
+    A group of one prefers nothing: its advantage is 0 whatever happened.
+    """
+    tried = Counter(e.task for e in episodes)
+    shared = sum(tried[e.task] > 1 for e in episodes) / len(episodes)
+    grouped = [a for a in arms if advantages.entry(a.estimator).kind == "group"]
+    if not grouped or shared == 1.0:
+        return list(arms), shared, ()
+    names = ", ".join(a.name for a in grouped)
+    if shared > 0.0:
+        alone = f"{100 * (1 - shared):.0f} % of the episodes are the only one of their task"
+        return list(arms), shared, (f"{alone}: {names} give them 0.",)
+    left = [a for a in arms if a not in grouped]
+    note = (
+        f"{names}: left out, for every task was tried once and a group of one prefers nothing."
+        " Train with stages.<name>.samples above 1 to compare them."
+    )
+    if max(Counter(e.batch for e in episodes).values()) < 2:
+        return left, shared, (note,)
+    instead = f"{OF_BATCH.name} takes the other episodes of the same iteration as the baseline."
+    # Behind the sound estimators, before those that are wrong on purpose.
+    at = sum(not advantages.entry(a.estimator).study for a in left)
+    return [*left[:at], OF_BATCH, *left[at:]], shared, (note, instead)
 
 
 def _estimates(
@@ -288,21 +334,20 @@ def _every(arms: tuple[Arm, ...], rows: Rows, gamma: jax.Array, lam: jax.Array) 
 
 
 def _group_scores(episodes: Sequence[Episode], arms: Sequence[Arm]) -> dict[str, Floats]:
-    """The advantage of every episode under each group estimator, groups being equal tasks."""
+    """The advantage of every episode under each estimator of groups."""
     outcome = np.array([e.reward_t.sum() for e in episodes], np.float32)
-    members: dict[str, list[int]] = {}
-    for i, episode in enumerate(episodes):
-        members.setdefault(episode.task, []).append(i)
-    size = max(len(group) for group in members.values())
-    index = np.full((len(members), size), -1)
-    for g, group in enumerate(members.values()):
-        index[g, : len(group)] = group
-    valid = index >= 0
     found = {}
     for arm in arms:
         entry = advantages.entry(arm.estimator)
         if entry.kind != "group":
             continue
+        members: dict[str, list[int]] = {}
+        for i, episode in enumerate(episodes):
+            members.setdefault(episode.batch if arm == OF_BATCH else episode.task, []).append(i)
+        index = np.full((len(members), max(len(group) for group in members.values())), -1)
+        for g, group in enumerate(members.values()):
+            index[g, : len(group)] = group
+        valid = index >= 0
         fn = functools.partial(entry.fn, **dict(arm.settings))
         got = np.asarray(jax.vmap(fn)(jnp.asarray(outcome[index]), jnp.asarray(valid)))
         score = np.zeros(len(episodes), np.float32)

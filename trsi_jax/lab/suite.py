@@ -34,6 +34,7 @@ class Task:
       world: the simulated family.
       recipe: how its race is run.
       race: whether there is one; else the gradient table alone.
+      without: names of arms that are another one by construction here, and so are not run.
     """
 
     name: str
@@ -41,14 +42,23 @@ class Task:
     world: World
     recipe: Recipe
     race: bool = True
+    without: tuple[str, ...] = ()
 
+    def of(self, arms: Sequence[Arm]) -> list[Arm]:
+        """Those of the arms that are run."""
+        return [arm for arm in arms if arm.name not in self.without]
+
+
+AGREEING = ("TB", "token", "macro", "bi-level", "MC", "RLOO")
+COUNTING = ("gap", "unmasked", "zeroed")
 
 TASKS: tuple[Task, ...] = (
     Task(
         "control",
         "No logs: the recursions that count them have nothing to count.",
         World(log=0),
-        Recipe(iterations=120, lr=0.03),
+        Recipe(),
+        race=False,
     ),
     Task(
         "long-logs",
@@ -67,12 +77,15 @@ TASKS: tuple[Task, ...] = (
         "A right command is 32 tokens long, a wrong one a single token; there are no logs.",
         World(turns=4, tokens=32, log=0, outcome="soft", start=0.5, trap="long-command"),
         Recipe(iterations=100, lr=0.02),
+        # Without logs they are token-level GAE, which the control shows.
+        without=COUNTING,
     ),
     Task(
         "delayed-credit",
         "The first of twelve turns decides; compare the mean over iterations, the end saturates.",
-        World(turns=12, log=100, outcome="early", start=0.5),
+        World(turns=12, log=0, outcome="early", start=0.5),
         Recipe(iterations=120, lr=0.02),
+        without=COUNTING,
     ),
     Task(
         "within-turn",
@@ -93,7 +106,7 @@ class Cell:
       mean: mean of it over iterations, one a seed.
       curve: mean over seeds of exact success, before the first and after each update.
       explained_variance: of the undiscounted return by the critic: mean over seeds and the last
-        quarter of the race, or over the batches of the gradient table.
+        quarter of the race, or over the batches of the gradient table; None without a critic.
       gradient: quality of the gradient at the initial policy after 30 batches of critic training.
       gradient_by_seed: the same for each seed alone.
     """
@@ -105,7 +118,7 @@ class Cell:
     final: tuple[float, ...]
     mean: tuple[float, ...]
     curve: tuple[float, ...]
-    explained_variance: float
+    explained_variance: float | None
     gradient: GradientQuality
     gradient_by_seed: tuple[GradientQuality, ...]
 
@@ -208,7 +221,7 @@ def run(
     order = {task.name: i for i, task in enumerate(tasks)}
     names = [arm.name for arm in arms]
     cells.sort(key=lambda c: (order[c.task], gammas.index(c.gamma), names.index(c.arm)))
-    verdicts = [v for task in tasks for v in judge(task, arms, cells, gammas, lam)]
+    verdicts = [v for task in tasks for v in judge(task, task.of(arms), cells, gammas, lam)]
     return Study(tuple(seeds), tuple(gammas), lam, tuple(tasks), tuple(cells), tuple(verdicts))
 
 
@@ -220,6 +233,7 @@ def _cells(
     lam: float,
     batches: int,
 ) -> Iterator[Cell]:
+    arms = task.of(arms)
     laboratory = Laboratory(task.world, arms, task.recipe)
     without_gamma: dict[str, Cell] = {}
     for gamma in gammas:
@@ -264,16 +278,13 @@ def _cell(
         final=final,
         mean=mean,
         curve=curve,
-        explained_variance=explained,
+        explained_variance=explained if arm.critic else None,
         gradient=GradientQuality(*np.mean([dataclasses.astuple(q) for q in by_seed], axis=0)),
         gradient_by_seed=by_seed,
     )
 
 
 # --- pass rules -------------------------------------------------------------------------------
-
-AGREEING = ("TB", "token", "macro", "bi-level", "MC", "RLOO")
-COUNTING = ("gap", "unmasked", "zeroed")
 
 
 def judge(

@@ -52,12 +52,15 @@ def simulator_json(study: Study) -> str:
     return json.dumps(_finite(content), indent=1, allow_nan=False) + "\n"
 
 
+_STYLES = ("-", "--", ":")
+"""Of lines, one after the other when the colours are used up."""
+
 Column = tuple[str, Callable[[Cell], str]]
 
 _RACE: tuple[Column, ...] = (
     ("success", lambda c: f"{sum(c.final) / len(c.final):.3f}±{_standard_error(c.final):.3f}"),
     ("mean", lambda c: f"{sum(c.mean) / len(c.mean):.3f}"),
-    ("EV", lambda c: f"{c.explained_variance:.2f}"),
+    ("EV", lambda c: f"{c.explained_variance:.2f}" if c.explained_variance is not None else "-"),
 )
 _GRADIENT: tuple[Column, ...] = (
     ("cosE", lambda c: f"{c.gradient.cos_expected:.2f}"),
@@ -102,7 +105,7 @@ def _curves(task: Task, cells: Sequence[Cell], gammas: Sequence[float]) -> bytes
                 axes.plot(
                     cell.curve,
                     color=COLOURS[index % len(COLOURS)],
-                    ls="-" if index < len(COLOURS) else "--",
+                    ls=_STYLES[index // len(COLOURS)],
                     lw=1.4,
                     label=cell.arm,
                 )
@@ -148,7 +151,7 @@ def stored_page(result: Comparison, stage: str) -> Page:
             cells += [f"{s.change:.4f}", f"{s.flipped:.4f}", f"{s.rank:.4f}"]
         moved.append(cells)
     sections = [
-        Section("Advantages", " ".join(result.left_out), Table(head, rows), ("rank", "credit")),
+        Section("Advantages", " ".join(result.notes), Table(head, rows), ("rank", "credit")),
         Section(
             "Length of logs",
             "The same actions, values and rewards with logs so many times as long: relative change"
@@ -169,7 +172,7 @@ def stored_json(result: Comparison, stage: str) -> str:
 def _rank_figure(result: Comparison) -> bytes:
     names = [row.arm for row in result.rows]
     with page.style():
-        figure = page.new_figure(6.4, 5.2)
+        figure = page.new_figure(7.8, 6.6)
         axes = figure.add_subplot()
         shown = axes.imshow(result.rank, vmin=-1, vmax=1, cmap="RdBu")
         axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
@@ -202,7 +205,7 @@ def _credit_figure(result: Comparison) -> bytes:
                 row.credit_by_turn,
                 marker="o",
                 ms=3,
-                ls="-" if i < len(COLOURS) else "--",
+                ls=_STYLES[i // len(COLOURS)],
                 color=COLOURS[i % len(COLOURS)],
                 label=row.arm,
             )
@@ -230,7 +233,7 @@ def online_page(result: Result) -> Page:
     )
     head = (
         *("arm", "success %", f"- {reference}", "95 % interval", "EV", "commands"),
-        *("iterations", "episodes", "sampled tokens"),
+        *("iterations", "updates", "episodes", "sampled tokens"),
     )
     rows = []
     for name, of_seed in result.results.items():
@@ -247,6 +250,7 @@ def online_page(result: Result) -> Page:
                 *shown,
                 f"{_mean([_mean(a.explained_variance) for a in arms]):.2f}",
                 f"{_mean([a.commands for a in arms]):.2f}",
+                f"{_mean([a.iterations for a in arms]):.0f}",
                 f"{_mean([a.updates for a in arms]):.0f}",
                 f"{_mean([a.episodes for a in arms]):.0f}",
                 f"{_mean([a.tokens for a in arms]):.0f}",

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from rollout.collect import EpisodeSpec
 from rollout.records import Trajectory
 from trsi_jax import advantages, batch, checkpoint, losses, model, optim, prng, rewards, state
-from trsi_jax.config import RewardSection, RprStage
+from trsi_jax.config import Config, RewardSection, RprStage
 from trsi_jax.stages.ahead import Ahead
 from trsi_jax.stages.context import Context, graded, success_rate
 
@@ -144,33 +144,76 @@ def _fresh(context: Context, stage: RprStage, actor: Any, critic: Any | None) ->
     }
 
 
+def collection(iteration: int) -> str:
+    """Name of a joint iteration's episodes in the store, below the stage's."""
+    return f"iteration-{iteration:03d}"
+
+
+def _task_count(context: Context, stage: RprStage, iteration: int) -> int:
+    """Tasks of a joint iteration: a fixed number, or what the stage's token budget still buys.
+
+    A function of the store's earlier iterations alone, so a run that goes on after a kill counts
+    as an undisturbed one does.
+    """
+    if stage.tokens_per_iteration is None:
+        return stage.tasks_per_iteration
+    sampled: dict[str, list[int]] = {}
+    for segment in context.reader.segments():
+        folder, _, name = segment.rpartition(".")[0].partition("/")
+        if folder == stage.name:
+            acted = context.reader.read_tokens(segment, "acted_t")
+            sampled.setdefault(name, []).extend(int(a.sum()) for a in acted)
+    joint = [sampled[collection(i)] for i in range(iteration)]
+    warm = [n for i in range(stage.warm_up_batches) for n in sampled.get(f"warm-up-{i}", [])]
+    return _affordable(stage, [sum(tokens) for tokens in joint], joint[-1] if joint else warm)
+
+
+def _affordable(stage: RprStage, spent: Sequence[int], latest: Sequence[int]) -> int:
+    """Tasks that should bring the sampled tokens to the budget after one more iteration.
+
+    Args:
+      stage: with `tokens_per_iteration`.
+      spent: sampled tokens of each joint iteration so far.
+      latest: sampled tokens of the latest episodes; empty if there are none.
+    """
+    if not latest:
+        return stage.tasks_per_iteration
+    left = (stage.tokens_per_iteration or 0) * (len(spent) + 1) - sum(spent)
+    of_task = max(sum(latest) / len(latest), 1.0) * stage.samples
+    return min(max(round(left / of_task), 1), 4 * stage.tasks_per_iteration)
+
+
 def _sampler(
     context: Context, stage: RprStage, version: int, first: int, stack: contextlib.ExitStack
 ) -> Callable[[int], list[Trajectory]]:
     """Gives the episodes of a joint iteration: sampled when asked for, or ahead by a fleet."""
     fleet = context.config.fleet
     if fleet is None:
-        return lambda i: _rollouts(context, stage, i, f"iteration-{i:03d}")
+        return lambda i: _rollouts(context, stage, i, collection(i), _task_count(context, stage, i))
     ahead = Ahead(
         context,
         fleet,
         version=version,
         first=first,
         iterations=stage.iterations,
-        specs=lambda i: _specs(context, stage, i, f"iteration-{i:03d}"),
-        segment=lambda i: f"{stage.name}/iteration-{i:03d}",
+        specs=lambda i: _specs(context, stage, i, collection(i), stage.tasks_per_iteration),
+        segment=lambda i: f"{stage.name}/{collection(i)}",
     )
     return stack.enter_context(ahead).take
 
 
-def _rollouts(context: Context, stage: RprStage, iteration: int, name: str) -> list[Trajectory]:
-    """`samples` attempts at each of the iteration's tasks under the general harness."""
-    specs = _specs(context, stage, iteration, name)
+def _rollouts(
+    context: Context, stage: RprStage, iteration: int, name: str, count: int
+) -> list[Trajectory]:
+    """`samples` attempts at each of `count` tasks under the general harness."""
+    specs = _specs(context, stage, iteration, name, count)
     return graded(context.collect(f"{stage.name}/{name}", specs, label=name))
 
 
-def _specs(context: Context, stage: RprStage, iteration: int, name: str) -> list[EpisodeSpec]:
-    tasks = context.draw_tasks(stage.tasks_per_iteration, stage.name, name, tiers=stage.tiers)
+def _specs(
+    context: Context, stage: RprStage, iteration: int, name: str, count: int
+) -> list[EpisodeSpec]:
+    tasks = context.draw_tasks(count, stage.name, name, tiers=stage.tiers)
     return [
         EpisodeSpec(task, "general", sample, f"{stage.name}.{name}", iteration, stage.temperature)
         for task in tasks
@@ -220,7 +263,7 @@ def _warm_up(
         return critic, explained
     trajectories: list[Trajectory] = []
     for i in range(stage.warm_up_batches):
-        trajectories += _rollouts(context, stage, i, f"warm-up-{i}")
+        trajectories += _rollouts(context, stage, i, f"warm-up-{i}", stage.tasks_per_iteration)
     with (
         context.observer.part("critic warm-up", stage.warm_up_rounds) as part,
         context.clock.charge("training"),
@@ -229,7 +272,7 @@ def _warm_up(
             data = _score(context, stage, trajectories, critic.params, lam=1.0)
             explained[k] = _explained_variance(data)
             seed = prng.integer(context.config.seed, stage.name, "warm-up", k)
-            for rows in _pack(context, data, seed, minibatches=1):
+            for rows in _pack(context.config, data.examples(), seed, minibatches=1):
                 critic, metrics = context.steps.critic(
                     critic, rows, stage.critic_learning_rate, **critic_settings(stage)
                 )
@@ -249,14 +292,15 @@ def _iterate(
     data = _score(
         context, stage, trajectories, critic.params, lam=stage.lam, lam_critic=stage.lam_critic
     )
-    _annotate(context, f"{stage.name}/iteration-{iteration:03d}", data)
+    _annotate(context, f"{stage.name}/{collection(iteration)}", data)
     explained = _explained_variance(data)
     sums: dict[str, list[jax.Array]] = {}
     updates = int(actor.step)
     with context.clock.charge("training"):
+        examples = data.examples()
         for epoch in range(stage.epochs):
-            seed = prng.integer(context.config.seed, stage.name, "minibatch", iteration, epoch)
-            for rows in _pack(context, data, seed, minibatches=stage.minibatches):
+            seed = _order(context.config, stage, iteration, epoch)
+            for rows in _pack(context.config, examples, seed, minibatches=stage.minibatches):
                 rate = optim.linear_warmup(
                     updates, peak=stage.actor_learning_rate, warmup_steps=stage.actor_warmup_steps
                 )
@@ -396,12 +440,39 @@ def packed_like(context: Context, *, columns: bool = True) -> batch.PackedBatch:
     return batch.pack([example], rows=packing.rows, length=packing.length, seed=0).batches[0]
 
 
+def updates_of(
+    config: Config, stage: RprStage, iteration: int, trajectories: Sequence[Trajectory]
+) -> int:
+    """Updates of the actor that a joint iteration makes of its stored episodes.
+
+    Every epoch has as many as its episodes need packed batches, and at least `minibatches`.
+    """
+    kept = [t for t in graded(trajectories) if t.acted_t.any()]
+    examples = [batch.trajectory_example(t) for t in kept]
+    return sum(
+        len(
+            _pack(
+                config,
+                examples,
+                _order(config, stage, iteration, epoch),
+                minibatches=stage.minibatches,
+            )
+        )
+        for epoch in range(stage.epochs)
+    )
+
+
+def _order(config: Config, stage: RprStage, iteration: int, epoch: int) -> int:
+    """Seed of the order in which an epoch packs its episodes."""
+    return prng.integer(config.seed, stage.name, "minibatch", iteration, epoch)
+
+
 def _pack(
-    context: Context, data: Batch, seed: int, *, minibatches: int
+    config: Config, examples: Sequence[batch.Example], seed: int, *, minibatches: int
 ) -> tuple[batch.PackedBatch, ...]:
-    """Packed rows of a batch, in at least `minibatches` equal shapes."""
-    packing = context.config.packing
-    pack = partial(batch.pack, data.examples(), rows=packing.rows, length=packing.length, seed=seed)
+    """Packed rows of examples, in at least `minibatches` equal shapes."""
+    packing = config.packing
+    pack = partial(batch.pack, examples, rows=packing.rows, length=packing.length, seed=seed)
     packed = pack()
     return (
         packed.batches if len(packed.batches) >= minibatches else pack(batches=minibatches).batches
