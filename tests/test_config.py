@@ -44,7 +44,7 @@ def test_a_fleet_is_optional_and_where_it_runs_decides_nothing() -> None:
     assert (one.fleet.max_staleness, one.fleet.over_stale) == (1, "drop")
     assert one.digest() == other.digest()
     assert len({config.load(TINY).digest(), one.digest(), stale.digest()}) == 3
-    with pytest.raises(UserError, match="rpr-1: tokens_per_iteration .* leave one out"):
+    with pytest.raises(UserError, match=r"rpr-1: tokens_per_iteration .* leave one out"):
         config.load(TINY, [*places, "stages.rpr-1.tokens_per_iteration=9000"])
     for bad in ("fleet.max_staleness=-1", 'fleet.over_stale="keep"', "fleet.urls=[]"):
         with pytest.raises(UserError, match=bad.partition("=")[0]):
