@@ -24,7 +24,7 @@ from trsi_jax.model import ModelConfig, init_params, preset, save_params
 
 pytestmark = pytest.mark.engine
 CHAT = shell_chat(vocabulary())
-CONTEXT = 256
+CONTEXT = 2048
 
 
 def tiny() -> ModelConfig:
@@ -87,6 +87,8 @@ class TestTheContract(EngineContract):
                     weights=weights,
                     snapshot=lambda which, version: WeightSnapshot(version, path=folders[which]),
                     broken=lambda version: WeightSnapshot(version, path=folders[2]),
+                    # 900 calls of the loop: a quiet machine is through 200 tokens at once.
+                    long=1800,
                 )
             finally:
                 await engine.aclose()
@@ -101,7 +103,7 @@ class TestTheContract(EngineContract):
         ({"input_ids": [1], "sampling_params": {"min_p": 0.1}}, "'min_p' is not implemented"),
         ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, "temperature"),
         ({"input_ids": [1, 10_000]}, "id 10000 is outside the vocabulary"),
-        ({"input_ids": [1] * 300}, "over the context of 256"),
+        ({"input_ids": [1] * 2100}, "over the context of 2048"),
         ({"input_ids": ["a"]}, "input_ids"),
         ({}, "give input_ids or text"),
         ({"input_ids": [1], "rid": ["a", "b"]}, "rid: 2 for 1 prompts"),
@@ -247,7 +249,7 @@ def test_a_stop_text_ends_a_chat_before_it(url: str) -> None:
         ({"messages": []}, "a user message must come first"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0]: content must be text"),
         ({"messages": [{"role": "user", "content": "a"}] * 2}, "messages[1]: an assistant message"),
-        ({"messages": [{"role": "user", "content": "zq" * 300}]}, "the context is 256"),
+        ({"messages": [{"role": "user", "content": "zq" * 2100}]}, "the context is 2048"),
         ({"n": 0}, "n must be in 1..128"),
     ],
 )
