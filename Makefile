@@ -17,7 +17,7 @@ help: ## Show this list.
 setup: ## Make the virtual environment and install (one to three minutes, then instant).
 	@sh requirements/install.sh
 
-demo: setup ## Run the whole recursion with configs/tiny.toml into runs/demo (six to thirteen minutes).
+demo: setup ## Run the whole recursion with configs/tiny.toml into runs/demo (five to thirteen minutes).
 	@$(BIN)/trsi run configs/tiny.toml --out $(OUT)
 
 test: lint ## Check style, types and imports, then run the tests (under fifteen minutes).
