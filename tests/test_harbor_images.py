@@ -129,6 +129,24 @@ def test_nothing_but_the_working_directory_reaches_the_verifier(tmp_path, image)
 
 
 @pytest.mark.docker
+def test_a_phase_gets_the_way_out_that_it_lists_and_the_others_none(tmp_path, image):
+    """The proxy tells the agent that a host is not on the list; nothing answers the tests."""
+    ask = "wget -O /dev/null http://elsewhere.example/ 2>&1 | grep -c '403 Forbidden'\n"
+    files = {
+        "solution/solve.sh": ask.replace("\n", " > answer.txt\n"),
+        "tests/ask.sh": ask,
+        "tests/test.sh": "cd /data; answered=$(bash /tests/ask.sh)\n"
+        'if [ "$answered$http_proxy" = 0 ] && [ "$(cat answer.txt)" = 1 ]; then echo 1; '
+        "else echo 0; fi >/logs/verifier/reward.txt\n",
+    }
+    listed = "network_mode = 'allowlist'\nallowed_hosts = ['listed.example']\n"
+    toml = ON_IMAGE.replace("[agent]\n", f"[agent]\n{listed}")
+    files["task.toml"] = f'{toml}docker_image = "{image}"\nworkdir = "/data"\n'
+    checked = gates(write(tmp_path / "t", files), "docker")
+    assert (checked.state, checked.reason) == ("ok", "")
+
+
+@pytest.mark.docker
 def test_a_program_that_outlives_the_tests_leaves_no_verdict(tmp_path, image):
     lives = {"tests/test.sh": TESTS + "setsid sleep 99 >/dev/null 2>&1 &\n"}
     checked = gates(task(tmp_path / "t", image, lives), "docker")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from rollout.tasks.harbor import open_dataset, read_task
 from rollout.tasks.harbor.config import TaskConfig, read_config
 from rollout.tasks.harbor.dataset import digest_of
 from rollout.tasks.harbor.source import HarborSource, as_task
-from rollout.tasks.harbor.support import plan
+from rollout.tasks.harbor.support import network_of, plan
 from rollout.tasks.harbor.task import read_folder
 from rollout.tasks.harbor.write import task_files as files_of
 from rollout.tasks.harbor.write import write_dataset, write_files
@@ -299,6 +300,79 @@ def test_a_network_is_refused_and_silence_is_not_consent(tmp_path):
     )
     assert "public by Harbor's default" in refusal(silent)
     plan(read_task(silent), offline=True)
+
+
+ON_IMAGE = 'docker_image = "a/b:1"\nnetwork_mode = "%s"\n'
+LISTED = "network_mode = 'allowlist'\nallowed_hosts = ['b.example', '*.c.example']\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "rest", "agent", "verifier"),
+    [
+        ("no-network", "", "none", "none"),
+        ("allowlist", "", "none", "none"),
+        ("allowlist", "allowed_hosts = ['a.example']", "a.example", "a.example"),
+        ("no-network", f"[agent]\n{LISTED}", "b.example,*.c.example", "none"),
+        (
+            "public",
+            f"[agent]\n{LISTED}[verifier]\nnetwork_mode = 'no-network'",
+            "b.example,*.c.example",
+            "none",
+        ),
+        ("no-network", f"[verifier.environment]\n{LISTED}", "none", "b.example,*.c.example"),
+        (
+            "allowlist",
+            "allowed_hosts = ['a.example']\n[verifier.environment]\nnetwork_mode = 'no-network'",
+            "a.example",
+            "none",
+        ),
+        (
+            "allowlist",
+            f"allowed_hosts = ['a.example']\n[agent]\nnetwork_mode = 'no-network'\n"
+            f"[verifier]\n{LISTED}",
+            "none",
+            "b.example,*.c.example",
+        ),
+    ],
+)
+def test_a_phase_reaches_what_it_lists_else_what_its_environment_does(
+    tmp_path, environment, rest, agent, verifier
+):
+    text = f"[environment]\n{ON_IMAGE % environment}{rest}\n"
+    task = read_task(write(tmp_path / "t", {"task.toml": text}))
+    how, (step,) = plan(task, images=True), task.steps
+    for phase, hosts in ((step.config.agent, agent), (step.config.verifier, verifier)):
+        network = network_of(task, phase)
+        assert network == ("none" if hosts == "none" else f"allowlist:{hosts}")
+        assert replace(how, workdir="/w").spec({}, 1.0, network).network == network
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (ON_IMAGE % "public", "environment.network_mode = 'public'"),
+        (ON_IMAGE % "no-network" + "[agent]\nnetwork_mode = 'public'", "agent.network_mode"),
+        (
+            ON_IMAGE % "allowlist" + "allowed_hosts = ['a.example', '10.0.0.0/8']",
+            "environment.allowed_hosts: '10.0.0.0/8'",
+        ),
+        ("docker_image = 'a/b:1'\n[agent]\nnetwork_mode = 'no-network'", "public by Harbor's"),
+        (ON_IMAGE % "no-network" + "[agent]\nuser = 'agent'", "agent.user = 'agent'"),
+    ],
+)
+def test_on_an_image_too_what_cannot_be_honoured_is_refused_by_name(tmp_path, text, named):
+    root = write(tmp_path / "t", {"task.toml": f"[environment]\n{text}\n"})
+    assert named in refusal(root, images=True)
+
+
+def test_a_verifier_may_fetch_from_hosts_that_it_lists(tmp_path):
+    fetches = {"tests/test.sh": "curl -o x https://b.example/x\n"}
+    silent = write(
+        tmp_path / "n", {"task.toml": f"[environment]\n{ON_IMAGE % 'no-network'}", **fetches}
+    )
+    assert "line 1: 'curl'" in refusal(silent, images=True)
+    text = f"[environment]\n{ON_IMAGE % 'no-network'}[verifier]\n{LISTED}"
+    plan(read_task(write(tmp_path / "l", {"task.toml": text, **fetches})), images=True)
 
 
 def test_images_services_and_steps_of_a_build_are_refused_by_name(tmp_path):

@@ -807,10 +807,26 @@ def test_closing_is_idempotent_and_leaves_nothing(sandboxed):
         # The engine's client may keep connections of its own.
         if sandboxed.name == "bubblewrap":
             assert len(list(Path("/proc/self/fd").iterdir())) < before
-        assert not any(Path(f"/proc/{pid}/exe").exists() for pid in pids)
+        # What is dead may wait for its parent to ask about it.
+        assert not any(owner.process_stat(pid) for pid in pids)
         for call in (sandbox.exec("true"), sandbox.put_files({}), sandbox.get_file("x")):
             with pytest.raises(SandboxDead):
                 await call
+
+    sandboxed(check)
+
+
+def test_whoever_closes_waits_for_the_end_and_nobody_can_stop_it(sandboxed):
+    async def check(sandbox):
+        pids = [sandbox.pid, *_host_children(sandbox)]
+        first, second = (asyncio.ensure_future(sandbox.close()) for _ in range(2))
+        await asyncio.sleep(0)
+        with pytest.raises(SandboxDead):
+            await sandbox.exec("true")
+        first.cancel()
+        await second
+        assert first.cancelled()
+        assert not any(owner.process_stat(pid) for pid in pids)
 
     sandboxed(check)
 
@@ -1107,7 +1123,8 @@ def _suite_as_a_plain_user(folder):
                 break
     else:
         pytest.fail("a plain user can run no interpreter with these packages")
-    options = ["-q", "-x", "-p", "no:cacheprovider", f"--basetemp={folder}/base"]
+    # Failures alone: a list of the tests without an engine would hide them.
+    options = ["-q", "-x", "-rf", "-p", "no:cacheprovider", f"--basetemp={folder}/base"]
     inner = subprocess.run(
         [
             python,

@@ -296,9 +296,8 @@ class BubblewrapSandbox(Session):
     async def _oom_kills(self) -> int:
         return 0 if self._group is None else self._group.oom_kills()
 
-    def _check_open(self) -> None:
-        if self._closed or not self._roots:
-            raise SandboxDead("the sandbox is closed")
+    def _started(self) -> bool:
+        return bool(self._roots)
 
     def _root(self, below: str | None) -> int:
         """Descriptor of one of the sandbox's own directories."""
@@ -465,16 +464,9 @@ class BubblewrapSandbox(Session):
         finally:
             self._loop.remove_reader(fd)
 
-    async def close(self) -> None:
-        """Remove the sandbox and verify that it is gone. Idempotent."""
-        if self._closed:
-            return
+    async def _close(self) -> None:
+        await self._kill()
         self._closed = True
-        try:
-            await asyncio.shield(self._kill())
-        except SandboxError:
-            self._closed = False
-            raise
         self._control.close()
         for fd in (self._output, self._command, self._init_fd, *self._roots.values()):
             if fd is not None:

@@ -88,7 +88,6 @@ class DockerSandbox(Session):
         self._early = bytearray()
         self._unclaimed: list[tuple[str, str, int]] = []
         self._final = False
-        self._closing: asyncio.Task[None] | None = None
         self._hosts = egress.allowed_hosts(spec.network)
         self._egress: egress.Egress | None = None
 
@@ -343,9 +342,8 @@ class DockerSandbox(Session):
             if kind == "x" and of == self._secret:
                 return "shell-exit", code
 
-    def _check_open(self) -> None:
-        if self._closed or self._stream is None:
-            raise SandboxDead("the sandbox is closed")
+    def _started(self) -> bool:
+        return self._stream is not None
 
     # --- files --------------------------------------------------------------------------------
 
@@ -460,18 +458,6 @@ class DockerSandbox(Session):
         return archive.unpack(data, max_bytes)
 
     # --- ending -------------------------------------------------------------------------------
-
-    async def close(self) -> None:
-        """Remove the sandbox and verify that it is gone. Idempotent."""
-        if self._closed:
-            return
-        if self._closing is None:
-            self._closing = asyncio.ensure_future(self._close())
-        try:
-            await asyncio.shield(self._closing)
-        finally:
-            if self._closing is not None and self._closing.done():
-                self._closing = None
 
     async def _close(self) -> None:
         await self._remove()

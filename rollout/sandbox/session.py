@@ -25,6 +25,7 @@ class Session:
         self._poisoned = ""
         self._gone = ""
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
         self._ooms = 0
         self._deadline = time.monotonic() + spec.lifetime_s
 
@@ -62,6 +63,29 @@ class Session:
                 duration_s=time.monotonic() - begun,
             )
 
+    async def close(self) -> None:
+        """Remove the sandbox and verify that it is gone. Idempotent.
+
+        Everybody who calls it waits for the end; cancelling a caller does not stop it.
+        """
+        if self._closed:
+            return
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        try:
+            await asyncio.shield(self._closing)
+        finally:
+            if self._closing is not None and self._closing.done():
+                self._closing = None
+
+    async def _close(self) -> None:
+        """End the sandbox, set `_closed` and give its place back.
+
+        Raises:
+          SandboxError: it could not be ended; another `close` tries again.
+        """
+        raise NotImplementedError
+
     async def _run(self, command: str, timeout_s: float, output: Output) -> tuple[str, int]:
         """Run a command; its status ("ok", "timeout" or "shell-exit") and exit code.
 
@@ -75,9 +99,14 @@ class Session:
         """How many processes of the sandbox the kernel has killed for lack of memory."""
         raise NotImplementedError
 
-    def _check_open(self) -> None:
-        """Raise `SandboxDead` before the start and after the end."""
+    def _started(self) -> bool:
+        """Whether the start is over."""
         raise NotImplementedError
+
+    def _check_open(self) -> None:
+        """Raise `SandboxDead` before the start and from the beginning of the end."""
+        if self._closed or self._closing is not None or not self._started():
+            raise SandboxDead("the sandbox is closed")
 
     def _check_usable(self) -> None:
         self._check_open()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from rollout.errors import (
+    LimitUnsupported,
     SandboxError,
     TaskError,
     UnsupportedTask,
@@ -131,6 +132,9 @@ async def check_task(
     try:
         solved = await _repeat(task, how, backend, solve, repeats, env)
         idle = await _repeat(task, how, backend, nothing, repeats, env)
+    except LimitUnsupported as error:
+        # Known only once a sandbox is asked for: who may open a way out, and to which engine.
+        return Checked(root, "unsupported", str(error), family, None, task.unknown_keys)
     except (TaskError, UserError) as error:
         return Checked(root, "unsolvable", str(error), family, None, task.unknown_keys)
     state, reason = _state(solved, idle)

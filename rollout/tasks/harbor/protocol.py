@@ -6,7 +6,8 @@
    is not among them: it could make the verifier compare its own files with themselves.
 3. Only then the tests are copied in, to a directory that no process of the agent has seen. The
    result directory is new, too; what the agent left under its name is not carried over.
-4. The tests run with a fixed environment, without a network, in bounded time and memory.
+4. The tests run with a fixed environment, without a network unless the task lists hosts for them,
+   in bounded time and memory.
 5. Every process is gone again before the result is read, within bounds, by the strict parser. If
    programs outlived the tests they might have written it: then there is no result.
 6. A fault of the verifier is a typed error that masks the attempt. It is never a reward of 0.
@@ -51,6 +52,7 @@ from rollout.tasks.harbor.support import (
     SOLUTION,
     TESTS,
     Plan,
+    network_of,
     resolve_env,
 )
 from rollout.tasks.harbor.task import HarborTask, Step
@@ -229,7 +231,8 @@ async def start_attempt(
       SandboxError: no sandbox.
     """
     timeout = step.config.agent.timeout_sec or DEFAULT_AGENT_S
-    box = await backend.start(plan.spec({}, timeout + SPARE_S))
+    network = network_of(task, step.config.agent)
+    box = await backend.start(plan.spec({}, timeout + SPARE_S, network))
     try:
         if tree is None:
             await restore(box, plan.files)
@@ -339,7 +342,8 @@ async def verify_step(
     tests = task.tests(step)
     verifier = step.config.verifier
     env = CLEAN_ENV | resolve_env(task, verifier.env, host_env or {})
-    box = await backend.start(plan.spec(env, verifier.timeout_sec + SPARE_S))
+    network = network_of(task, verifier)
+    box = await backend.start(plan.spec(env, verifier.timeout_sec + SPARE_S, network))
     try:
         await place(box, plan, left.tree)
         await box.put_files({}, directories=["verifier", "artifacts"], below=LOGS)

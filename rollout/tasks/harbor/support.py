@@ -16,11 +16,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
-from rollout.errors import SandboxUnavailable, StartTimeout, UnsupportedTask, UserError
+from rollout.errors import (
+    LimitUnsupported,
+    SandboxUnavailable,
+    StartTimeout,
+    UnsupportedTask,
+    UserError,
+)
 from rollout.protocols import ImageBackend, SandboxBackend, SandboxSpec
 from rollout.records import Entry
+from rollout.sandbox.egress import PREFIX, allowed_hosts
 from rollout.sandbox.spec import check_directories
-from rollout.tasks.harbor.config import Environment, Network
+from rollout.tasks.harbor.config import Agent, Environment, Network, NetworkMode, Verifier
 from rollout.tasks.harbor.reward import UNIT_RANGE, Range
 from rollout.tasks.harbor.task import HarborTask, Step
 
@@ -64,8 +71,8 @@ class Plan:
     dockerfile: Mapping[str, Entry] | None = None
     build_s: float = 600.0
 
-    def spec(self, env: Mapping[str, str], lifetime_s: float) -> SandboxSpec:
-        """The sandbox of a phase with further variables."""
+    def spec(self, env: Mapping[str, str], lifetime_s: float, network: str = "none") -> SandboxSpec:
+        """The sandbox of a phase with further variables, and what it may reach (`network_of`)."""
         assert self.workdir
         assert self.dockerfile is None
         return SandboxSpec(
@@ -77,6 +84,7 @@ class Plan:
             memory_mb=self.memory_mb,
             cpus=self.cpus,
             disk_mb=self.disk_mb,
+            network=network,
             lifetime_s=lifetime_s,
         )
 
@@ -119,11 +127,11 @@ def plan(
       UnsupportedTask: naming everything that this backend can't honour.
       UserError: a malformed value.
     """
-    refused = list(_refused(task, offline))
     environment = task.config.environment
     context = task.context()
     docker = _Dockerfile()
     on_host = own_metadata(task).get("userland") == "host"
+    refused = list(_refused(task, offline, images and not on_host))
     for name in ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml"):
         if name in context:
             refused.append(f"environment/{name} (services)")
@@ -199,45 +207,82 @@ async def on_image(
     return how
 
 
-def _refused(task: HarborTask, offline: bool) -> Iterator[str]:
-    """What of task.toml and the tests no sandbox here can give."""
+def network_of(task: HarborTask, phase: Network) -> str:
+    """What a phase of a planned task may reach, as `SandboxSpec.network` says it."""
+    _, mode, hosts = _reach(task, "", phase)
+    return PREFIX + ",".join(hosts) if mode == "allowlist" and hosts else "none"
+
+
+def _reach(
+    task: HarborTask, name: str, phase: Network
+) -> tuple[str, NetworkMode | None, tuple[str, ...]]:
+    """Who says what a phase may reach, the mode, its hosts: its environment where it is silent."""
+    if phase.network_mode is not None:
+        return name, phase.network_mode, phase.allowed_hosts
+    if isinstance(phase, Verifier) and phase.environment and phase.environment.network:
+        return f"{name}.environment", phase.environment.network, phase.environment.allowed_hosts
+    environment = task.config.environment
+    return "environment", environment.network, environment.allowed_hosts
+
+
+def _network_refused(task: HarborTask, offline: bool, images: bool) -> Iterator[str]:
+    """What the phases ask of a network and don't get."""
+    config = task.config
+    for step in task.steps:
+        phases: tuple[tuple[str, Network, Network], ...] = (
+            ("agent", config.agent, step.config.agent),
+            ("verifier", config.verifier, step.config.verifier),
+        )
+        for kind, whole, phase in phases:
+            own = f"steps.{step.name}.{kind}" if phase is not whole else kind
+            name, mode, hosts = _reach(task, own, phase)
+            if mode is None and not offline:
+                yield (
+                    "environment.network_mode, which is not set and public by Harbor's default"
+                    " (--offline runs it without a network)"
+                )
+            elif mode == "public":
+                yield f"{name}.network_mode = 'public'"
+            elif mode == "allowlist" and not images:
+                yield f"{name}.network_mode = 'allowlist' (only for a task on its own image)"
+            for host in hosts:
+                try:
+                    allowed_hosts(PREFIX + host)
+                except LimitUnsupported:
+                    yield f"{name}.allowed_hosts: {host!r} (host names, and *. before one)"
+
+
+def _refused(task: HarborTask, offline: bool, images: bool) -> Iterator[str]:
+    """What of task.toml and the tests no sandbox here can give; `images`: it runs on its own."""
     config = task.config
     yield from _environment_refused("environment", config.environment)
-    phases: list[tuple[str, Network]] = [("agent", config.agent), ("verifier", config.verifier)]
+    yield from dict.fromkeys(_network_refused(task, offline, images))
+    phases: list[tuple[str, Agent | Verifier]] = [("agent", config.agent)]
+    phases += [("verifier", config.verifier)]
     for step in config.steps:
         phases += [(f"steps.{step.name}.agent", step.agent)]
         phases += [(f"steps.{step.name}.verifier", step.verifier)]
         if step.healthcheck is not None:
             yield f"steps.{step.name}.healthcheck"
+    # On an image it is the image's user, whoever that is.
+    known = (None,) if images else (None, USER)
     for name, phase in phases:
-        if phase.network_mode in ("public", "allowlist"):
-            yield f"{name}.network_mode = {phase.network_mode!r}"
-        user = getattr(phase, "user", None)
-        if user not in (None, USER):
-            yield f"{name}.user = {user!r}"
-    for name, verifier in [("verifier", config.verifier)] + [
-        (f"steps.{s.name}.verifier", s.verifier) for s in config.steps
-    ]:
-        if verifier.collect:
+        if phase.user not in known:
+            yield f"{name}.user = {phase.user!r}"
+        if not isinstance(phase, Verifier):
+            continue
+        if phase.collect:
             yield f"{name}.collect"
-        if verifier.environment is not None:
-            yield from _own_environment(name, verifier.environment, config.environment)
-    network = config.environment.network
-    if network in ("public", "allowlist"):
-        yield f"environment.network_mode = {network!r}"
-    silent = network is None and not any(phase.network_mode for _, phase in phases)
-    if silent and not offline:
-        yield (
-            "environment.network_mode, which is not set and public by Harbor's default"
-            " (--offline runs it without a network)"
-        )
+        if phase.environment is not None:
+            yield from _own_environment(name, phase.environment, config.environment)
     for artifact in [*config.artifacts, *(a for s in config.steps for a in s.artifacts)]:
         if not isinstance(artifact, str) and artifact.service:
             yield f"artifacts.service = {artifact.service!r}"
         if not isinstance(artifact, str) and artifact.exclude:
             yield f"artifacts.exclude = {list(artifact.exclude)!r}"
     for step_ in task.steps:
-        yield from _fetching(task, step_)
+        if network_of(task, step_.config.verifier) == "none":
+            yield from _fetching(task, step_)
 
 
 def _environment_refused(name: str, environment: Environment) -> Iterator[str]:
@@ -257,10 +302,9 @@ def _environment_refused(name: str, environment: Environment) -> Iterator[str]:
 
 def _own_environment(name: str, own: Environment, task: Environment) -> Iterator[str]:
     """What of a verifier's environment is not that of the task, in which it runs here."""
-    for key in sorted(own.model_fields_set):
-        value = getattr(own, key)
-        offline = (key, value) in (("network_mode", "no-network"), ("allow_internet", False))
-        if value != getattr(task, key) and not offline and key != "build_timeout_sec":
+    elsewhere = {"network_mode", "allowed_hosts", "allow_internet", "build_timeout_sec"}
+    for key in sorted(own.model_fields_set - elsewhere):
+        if (value := getattr(own, key)) != getattr(task, key):
             yield f"{name}.environment.{key} = {value!r}"
 
 
