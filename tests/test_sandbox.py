@@ -31,7 +31,7 @@ from rollout.errors import (
 )
 from rollout.protocols import Sandbox, SandboxBackend, SandboxSpec
 from rollout.records import Entry
-from rollout.sandbox import make_backend, owner, probe
+from rollout.sandbox import bubblewrap, make_backend, owner, probe
 from rollout.sandbox.bubblewrap import BubblewrapBackend
 from rollout.sandbox.cgroups import Groups, open_groups
 from rollout.sandbox.diagnose import explain_start_failure
@@ -814,6 +814,54 @@ def test_closing_is_idempotent_and_leaves_nothing(sandboxed):
                 await call
 
     sandboxed(check)
+
+
+AS_ROOT_OF_A_NAMESPACE = """
+import asyncio, os
+from rollout.protocols import SandboxSpec
+from rollout.sandbox import make_backend
+
+async def main():
+    backend = make_backend("bubblewrap")
+    box = await backend.start(SandboxSpec())
+    done = await box.exec("echo written >file; cat file; id -u; grep -h CapEff /proc/self/status")
+    print(os.geteuid(), done.output.split())
+    await backend.aclose()
+
+asyncio.run(main())
+"""
+
+
+def test_root_of_a_user_namespace_has_sandboxes_too():
+    """As in a rootless container: it is root there and can become nobody else."""
+    done = subprocess.run(
+        ["unshare", "--map-root-user", sys.executable, "-c", AS_ROOT_OF_A_NAMESPACE],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    seen = [b"written", b"1000", b"CapEff:", b"0" * 16]
+    assert (done.stdout, done.stderr) == (f"0 {seen}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("uid_map", "gid_map", "setgroups", "may"),
+    [
+        ("0 0 4294967295", "0 0 4294967295", "allow", True),
+        ("0 1000 1", "0 1000 1", "deny", False),
+        ("0 1000 1\n1 100000 65536", "0 1000 1\n1 100000 65536", "allow", True),
+        ("0 1000 1\n1 100000 60000", "0 1000 1\n1 100000 60000", "allow", False),
+        ("0 0 4294967295", "0 0 4294967295", "deny", False),
+        ("0 0 4294967295", "0 0 1", "allow", False),
+    ],
+)
+def test_root_drops_to_users_that_its_namespace_has(
+    tmp_path, monkeypatch, uid_map, gid_map, setgroups, may
+):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    for name, text in (("uid_map", uid_map), ("gid_map", gid_map), ("setgroups", setgroups)):
+        (tmp_path / name).write_text(text + "\n")
+    assert bubblewrap._may_become_others(tmp_path) is may
 
 
 def test_whoever_closes_waits_for_the_end_and_nobody_can_stop_it(sandboxed):

@@ -537,13 +537,17 @@ class BubblewrapBackend:
             self.filter = str(path)
         if os.geteuid() == 0:
             binary = _copy_binary(binary, self._home)
+        drop = _may_become_others()
         atexit.register(self._dispose)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         script = str(Path(__file__).with_name("launcher.py"))
         with theirs:
             self._launcher = subprocess.Popen(
-                [sys.executable, "-I", "-S", script, str(theirs.fileno()), str(binary)],
+                [
+                    *(sys.executable, "-I", "-S", script, str(theirs.fileno()), str(binary)),
+                    *(["drop"] if drop else []),
+                ],
                 stdin=subprocess.DEVNULL,
                 env={},
                 cwd="/",
@@ -551,7 +555,7 @@ class BubblewrapBackend:
                 start_new_session=True,
             )
         self._groups = cgroups.open_groups(self._mark, self._launcher.pid)
-        if os.geteuid() == 0:
+        if drop:
             taken = {entry.pw_uid for entry in pwd.getpwall()}
             self._uids = [uid for uid in range(FIRST_UID, LAST_UID + 1) if uid not in taken]
 
@@ -719,6 +723,25 @@ def _check_spec(spec: SandboxSpec, enforced: frozenset[str]) -> None:
     check_directories(spec)
     hint = "run inside `systemd-run --user --scope`, or as root, for control groups"
     check_required("bubblewrap", spec, enforced, hint)
+
+
+def _may_become_others(proc: Path = Path("/proc/self")) -> bool:
+    """Whether this process may take on every uid and gid of the sandboxes' users.
+
+    Root may, unless it is so in a user namespace alone, of a rootless container for example: there
+    it is the user that made it, and its sandboxes run as that user.
+    """
+    if os.geteuid() != 0 or (proc / "setgroups").read_text().strip() == "deny":
+        return False
+
+    def maps_all(name: str) -> bool:
+        ranges = [line.split() for line in (proc / name).read_text().splitlines()]
+        return any(
+            int(first) <= FIRST_UID and int(first) + int(count) > LAST_UID
+            for first, _, count in ranges
+        )
+
+    return maps_all("uid_map") and maps_all("gid_map")
 
 
 def _raise_descriptor_limit() -> None:
