@@ -33,6 +33,7 @@ from harbor.trial.trial import Trial
 
 from rollout.sandbox.bubblewrap import BubblewrapBackend
 from rollout.tasks.harbor import read_task
+from rollout.tasks.harbor.protocol import restore
 from rollout.tasks.harbor.support import plan
 
 # Where a phase without a time limit of its own is cut off.
@@ -62,8 +63,8 @@ class EmbeddedEnvironment(BaseEnvironment):
         prepared = plan(read_task(self.environment_dir.parent))
         self._backend = BubblewrapBackend()
         self._box = await self._backend.start(prepared.spec({}, 4 * _TIMEOUT_S))
-        files = {p: e.data for p, e in prepared.files.items() if e.kind == "file"}
-        await self._box.put_files(files)
+        # Empty directories, too: some of the commands move files into them.
+        await restore(self._box, prepared.files)
         await self.ensure_dirs(self._mount_targets(), chmod=False)
 
     async def stop(self, delete: bool) -> None:
