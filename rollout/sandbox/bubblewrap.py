@@ -721,8 +721,7 @@ def _check_spec(spec: SandboxSpec, enforced: frozenset[str]) -> None:
     if spec.network != "none":
         raise LimitUnsupported(f"bubblewrap knows network 'none' only, not {spec.network!r}")
     check_directories(spec)
-    hint = "run inside `systemd-run --user --scope`, or as root, for control groups"
-    check_required("bubblewrap", spec, enforced, hint)
+    check_required("bubblewrap", spec, enforced, cgroups.mend())
 
 
 def _may_become_others(proc: Path = Path("/proc/self")) -> bool:

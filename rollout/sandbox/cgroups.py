@@ -141,6 +141,14 @@ def roots(root: Path = ROOT) -> list[Path]:
     return [root / name for name in WANTED]
 
 
+def mend(root: Path = ROOT) -> str:
+    """What gives this process limits by control groups that it has not."""
+    if os.geteuid() == 0 and (root / "cgroup.controllers").exists():
+        wanted = " ".join(f"+{name}" for name in WANTED)
+        return f"run: echo '{wanted}' >{root}/cgroup.subtree_control"
+    return "run inside `systemd-run --user --scope`, or as root, for control groups"
+
+
 def _make(base: Path, controllers: tuple[str, ...], version: int) -> frozenset[str]:
     """Make `base`; which of `controllers` limit its children."""
     base.mkdir()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rollout.errors import SandboxError, SandboxUnavailable, UserError
 from rollout.protocols import Sandbox, SandboxBackend, SandboxSpec
 from rollout.records import FileTree
+from rollout.sandbox import cgroups
 from rollout.sandbox.bubblewrap import BubblewrapBackend
 from rollout.sandbox.docker import DEFAULT_IMAGE, DockerBackend
 from rollout.sandbox.slots import Slots
@@ -124,7 +125,7 @@ async def _probe(backend: SandboxBackend) -> BackendProbe:
         missing = ", ".join(sorted({"memory", "pids", "cpu"} - sandbox.enforced))
         hint = ""
         if missing and backend.name == "bubblewrap":
-            hint = f"systemd-run --user --scope trsi ... (or as root) adds limits of {missing}"
+            hint = f"for limits of {missing}: {cgroups.mend()}"
         return BackendProbe(backend.name, True, sandbox.enforced, hint=hint, seconds=seconds)
     except SandboxUnavailable as error:
         return BackendProbe(backend.name, False, reason=error.reason, hint=error.hint)
