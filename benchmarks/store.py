@@ -381,7 +381,14 @@ def main() -> None:
             "machine": platform.machine(),
             "packages": {
                 p: installed(p)
-                for p in ("tensorstore", "pyarrow", "safetensors", "array-record", "numpy")
+                for p in (
+                    "tensorstore",
+                    "xxhash",
+                    "pyarrow",
+                    "safetensors",
+                    "array-record",
+                    "numpy",
+                )
             },
         }
         arguments.json.write_text(json.dumps(result, indent=2))

@@ -19,6 +19,7 @@ from rollout.store import layout
 from rollout.store.compact import LEASE_KEY, compact, sealed_problem, stored_bytes
 from rollout.store.reader import SegmentReader
 from rollout.store.segments import SegmentWriter
+from rollout.store.shards import LocalShards
 from tests.store_data import ROOT, VOCAB, assert_same, make
 from tests.test_store import OLD
 
@@ -145,7 +146,7 @@ def test_disk_amplification_is_at_most_1_15(tmp_path) -> None:
     assert stored_bytes(tmp_path) / raw <= 1.15
 
 
-@pytest.mark.parametrize(("version", "moved"), [(1, (3, 2)), (2, (1, 2))])
+@pytest.mark.parametrize(("version", "moved"), [(1, (3, 2)), (2, (1, 2)), (3, (1, 2))])
 def test_a_store_of_an_older_layout_can_be_compacted(tmp_path, version, moved) -> None:
     shutil.copytree(ROOT / f"tests/data/store_layout_{version}", tmp_path / "store")
     reader = SegmentReader(tmp_path / "store")
@@ -164,10 +165,10 @@ def test_a_store_of_an_older_layout_can_be_compacted(tmp_path, version, moved) -
         assert state(SegmentReader(tmp_path / "store", version=v)) == expected
     for name, trajectory in OLD[version].items():
         assert_same(trajectory, reader.get(name))
-    # What was sealed as arrays stays so; everything else has become the newest layout.
+    # What was sealed stays as it was; everything else has become the newest layout.
     for name in reader.segments():
-        old = version == 2 and name != "rpr-1/1"
-        assert reader.header(name).layout_version == (2 if old else layout.LAYOUT_VERSION)
+        old = version > 1 and name != "rpr-1/1"
+        assert reader.header(name).layout_version == (version if old else layout.LAYOUT_VERSION)
         assert sealed_problem(reader, name) is None
     assert compact(tmp_path / "store").segments == 0
 
@@ -342,6 +343,50 @@ def test_a_damaged_shard_is_found_by_reading_and_by_its_digest(tmp_path) -> None
     entries[first] = entries[second]
     assert "does not read back equal" in sealed_problem(SegmentReader(tmp_path), "s/000")
     assert sealed_problem(SegmentReader(tmp_path), "s/001") is None
+
+
+def test_a_local_shard_reads_as_tensorstore_reads_it(tmp_path) -> None:
+    # The reader takes a local shard apart itself: every entry must be what the format's own driver
+    # finds, those included that the shard lacks.
+    fill(tmp_path, 0, 4)
+    compact(tmp_path)
+    (shard,) = tmp_path.glob("sealed/*/trajectories/0")
+    sealed_set = shard.parents[1].name
+    kvstore = ts.KvStore.open(f"file://{tmp_path}/").result()
+    entries = ts.KvStore.open(layout.shard_spec(kvstore, sealed_set, 0)).result()
+    local = LocalShards(f"{tmp_path}/")
+    found = [local.read(sealed_set, i) for i in range(layout.ENTRIES)]
+    keys = [layout.shard_entry(i)[1] for i in range(layout.ENTRIES)]
+    assert found == [entries.read(key).result().value for key in keys]
+    assert 0 < sum(map(bool, found)) == len(SegmentReader(tmp_path).ids())
+    assert local.read(sealed_set, layout.ENTRIES) == b""
+    assert local.read("none", 0) == b""
+
+
+def test_a_local_shard_that_is_damaged_cut_or_gone_is_one_clear_line(tmp_path) -> None:
+    SegmentWriter(tmp_path, vocab_size=VOCAB).write("s", [make("a", 40)])
+    compact(tmp_path)
+    (shard,) = tmp_path.glob("sealed/*/trajectories/0")
+    whole = shard.read_bytes()
+
+    def problem() -> str:
+        with pytest.raises(StoreError, match=r"^reading the store: ") as caught:
+            SegmentReader(tmp_path).get("a")
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    # A bit in every seventh byte of the value and in every fortieth of the index.
+    index = len(whole) - (16 * layout.ENTRIES + 4)
+    for at in [*range(0, index, 7), *range(index, len(whole), 40), len(whole) - 1]:
+        shard.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        assert ("damaged" if at < index else "Digest mismatch") in problem()
+    for size in (0, 100, index, len(whole) - 1):
+        shard.write_bytes(whole[:size])
+        assert problem()
+    shard.unlink()
+    assert "trajectory 0 of segment s is missing" in problem()
+    shard.write_bytes(whole)
+    assert_same(make("a", 40), SegmentReader(tmp_path).get("a"))
 
 
 def test_compacting_says_what_is_wrong(tmp_path) -> None:

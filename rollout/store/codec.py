@@ -5,8 +5,9 @@ thousands of tokens, and a log-prob is 0 wherever nothing was sampled. So each a
 that is shortest, which is cheaper to undo than a general compression, and a trajectory is read in
 one piece. All numbers are little-endian, every part begins at a multiple of 8 bytes:
 
-  uint32 crc32     of everything after it
-  uint32 format    1
+  uint32 0
+  uint32 format    2
+  uint64 checksum  XXH3 (64 bits, seed 0) of everything after it
   int64  tokens    T
   int64  record    bytes of the record
   int64  [5, 2]    form and number of values of each array, in the order of `TOKEN_FIELDS`
@@ -15,24 +16,31 @@ one piece. All numbers are little-endian, every part begins at a multiple of 8 b
   form 0, whole    T values
   form 1, runs     n lengths (uint32), n values
   form 2, acted    a value for each acted token; 0 elsewhere
+
+Format 1, of layout 3, is still read: it began with the CRC-32 of everything after it (uint32) and
+the format (uint32), and went on with the tokens. XXH3 sees more (64 bits) in a tenth of the time.
 """
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from rollout.store.layout import TOKEN_FIELDS
 
-_FORMAT = 1
+_MAGIC = struct.pack("<II", 0, 2)
+_CHECKSUM = struct.Struct("<Q")
+_CRC32_FORMAT = (1).to_bytes(4, "little")
+_CRC32 = struct.Struct("<I")
 _WHOLE, _RUNS, _ACTED = 0, 1, 2
 _LENGTH = np.dtype("<u4")
-_HEAD = np.dtype("<i8")
-_HEAD_BYTES = 8 + 8 * (2 + 2 * len(TOKEN_FIELDS))
+_HEAD = struct.Struct(f"<{2 + 2 * len(TOKEN_FIELDS)}q")
 _STORED = {name: dtype.newbyteorder("<") for name, dtype in TOKEN_FIELDS.items()}
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -56,15 +64,20 @@ def encode(record: bytes, arrays: Arrays) -> bytes:
                 told = array[acted]
                 form, count, data = _ACTED, told.size, told.tobytes()
         else:
-            lengths, values = _runs(array)
-            if lengths.nbytes + values.nbytes < len(data):
-                form, count, data = _RUNS, values.size, lengths.tobytes() + values.tobytes()
+            # Counted before they are cut out: most token ids differ from the one before.
+            changed = array[1:] != array[:-1]
+            runs = int(np.count_nonzero(changed)) + min(array.size, 1)
+            if runs * (_LENGTH.itemsize + dtype.itemsize) < len(data):
+                starts = np.concatenate([[0], np.flatnonzero(changed) + 1])
+                lengths = np.diff(starts, append=array.size).astype(_LENGTH)
+                form, count, data = _RUNS, runs, lengths.tobytes() + array[starts].tobytes()
         head += [form, count]
         parts.append(_padded(data))
-    body = b"".join(
-        [_FORMAT.to_bytes(4, "little"), np.array(head, _HEAD).tobytes(), *parts, record]
-    )
-    return zlib.crc32(body).to_bytes(4, "little") + body
+    body = [_HEAD.pack(*head), *parts, record]
+    checksum = xxh3_64()
+    for part in body:
+        checksum.update(part)
+    return b"".join([_MAGIC, _CHECKSUM.pack(checksum.intdigest()), *body])
 
 
 def decode(data: bytes) -> tuple[bytes, dict[str, npt.NDArray[Any]]]:
@@ -73,37 +86,41 @@ def decode(data: bytes) -> tuple[bytes, dict[str, npt.NDArray[Any]]]:
     Raises:
       ValueError: for data that is cut short or changed.
     """
-    if len(data) < _HEAD_BYTES or zlib.crc32(memoryview(data)[4:]) != int.from_bytes(
-        data[:4], "little"
-    ):
-        raise ValueError("a stored trajectory is damaged: its checksum is wrong")
-    if (found := int.from_bytes(data[4:8], "little")) != _FORMAT:
-        raise ValueError(f"a stored trajectory has format {found}, known is {_FORMAT}")
-    tokens, record, *forms = np.frombuffer(data, _HEAD, 2 + 2 * len(TOKEN_FIELDS), 8).tolist()
-    at = _HEAD_BYTES
+    at = _checked(data)
+    tokens, record, *forms = _HEAD.unpack_from(data, at)
+    at += _HEAD.size
     arrays: dict[str, npt.NDArray[Any]] = {}
     for (name, dtype), form, count in zip(_STORED.items(), forms[::2], forms[1::2], strict=True):
-        lengths = np.frombuffer(data, _LENGTH, count if form == _RUNS else 0, at)
-        stored = np.frombuffer(data, dtype, count, at + lengths.nbytes)
-        size = lengths.nbytes + stored.nbytes
+        start = at
         if form == _RUNS:
-            array = np.repeat(stored, lengths)
+            lengths = np.frombuffer(data, _LENGTH, count, at)
+            at += lengths.nbytes
+        array = np.frombuffer(data, dtype, count, at)
+        at += array.nbytes
+        at += (start - at) % 8
+        if form == _RUNS:
+            array = array.repeat(lengths)
         elif form == _ACTED:
-            array = np.zeros(tokens, dtype)
-            array[arrays["acted_t"]] = stored
-        else:
-            array = stored
-        arrays[name] = array.astype(TOKEN_FIELDS[name], copy=False)
-        arrays[name].setflags(write=False)
-        at += size + -size % 8
+            told, array = array, np.zeros(tokens, dtype)
+            array[arrays["acted_t"]] = told
+        array = array.astype(TOKEN_FIELDS[name], copy=False)
+        array.setflags(write=False)
+        arrays[name] = array
     return data[at : at + record], arrays
 
 
-def _runs(array: npt.NDArray[Any]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[Any]]:
-    """Lengths and values of the runs of equal elements."""
-    edges = np.flatnonzero(array[1:] != array[:-1]) + 1
-    starts = np.concatenate([np.zeros(min(array.size, 1), np.int64), edges])
-    return np.diff(starts, append=array.size).astype(_LENGTH), array[starts]
+def _checked(data: bytes) -> int:
+    """Where the numbers of tokens begin, in data whose checksum is right."""
+    size = len(data) - _HEAD.size
+    if size >= 16 and data[:8] == _MAGIC:
+        (checksum,) = _CHECKSUM.unpack_from(data, 8)
+        if checksum == xxh3_64_intdigest(memoryview(data)[16:]):
+            return 16
+    if size >= 8 and data[4:8] == _CRC32_FORMAT:
+        (checksum,) = _CRC32.unpack_from(data)
+        if checksum == zlib.crc32(memoryview(data)[4:]):
+            return 8
+    raise ValueError("a stored trajectory is damaged: its checksum or its format is wrong")
 
 
 def _padded(data: bytes) -> bytes:

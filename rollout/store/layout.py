@@ -17,10 +17,11 @@ compaction moves everything out of the database, beside it, into sealed sets:
                                      many as 256 a shard
   sealed/<set>/columns/<column>/     sharded zarr3 array, the columns of many segments end to end
 
-Older layouts are still read, and become this one when they are compacted. In layout 2 the token
+Older layouts are still read. What they have not sealed becomes this one when it is compacted; what
+they sealed stays as it is. In layout 3 a trajectory had another checksum. In layout 2 the token
 arrays and the records of a segment were zarr3 arrays, `tokens/<name>/<field>/` and
-`records/<name>/`, or after a compaction `sealed/<set>/<field>/` and `sealed/<set>/records/`, which
-stay as they are. Layout 1 had neither sealed sets nor checksums, and left out chunks of zeros.
+`records/<name>/`, or after a compaction `sealed/<set>/<field>/` and `sealed/<set>/records/`.
+Layout 1 had neither sealed sets nor checksums, and left out chunks of zeros.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ TOKEN_FIELDS: Mapping[str, np.dtype[Any]] = {
     "weight_version_t": np.dtype(np.int32),
 }
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 PACKED_SINCE = 3
 """First layout in which a trajectory is one value."""
 
@@ -223,15 +224,35 @@ def array_spec(kvstore: Any, path: str, *, zeros: bool = False) -> dict[str, Any
     return {"driver": "zarr3", "kvstore": spec, "fill_missing_data_reads": zeros}
 
 
+def shard_path(sealed_set: str, number: int) -> str:
+    """Path, beside the database, of one shard of a sealed set."""
+    return f"{sealed_path(sealed_set, 'trajectories')}{number}"
+
+
 def shard_spec(kvstore: Any, sealed_set: str, number: int) -> dict[str, Any]:
     """Spec of a shard as a key-value store of `ENTRIES` trajectories."""
     base = kvstore.spec().to_json()
-    base["path"] = f"{base.get('path', '')}{sealed_path(sealed_set, 'trajectories')}{number}"
+    base["path"] = f"{base.get('path', '')}{shard_path(sealed_set, number)}"
     return {
         "driver": "zarr3_sharding_indexed",
         "base": base,
         "grid_shape": [ENTRIES],
         "index_codecs": list(_INDEX_CODECS),
+    }
+
+
+def index_spec() -> dict[str, Any]:
+    """Spec of a shard's index as an array: [ENTRIES, 2] uint64, offset and size of each entry."""
+    shape = [ENTRIES, 2]
+    return {
+        "driver": "zarr3",
+        "kvstore": "memory://",
+        "metadata": {
+            "shape": shape,
+            "data_type": "uint64",
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shape}},
+            "codecs": list(_INDEX_CODECS),
+        },
     }
 
 

@@ -19,12 +19,14 @@ from rollout.store import codec, layout
 from rollout.store.history import COMPACTION_KEY, Compaction, decode_compaction
 from rollout.store.location import (
     Location,
+    base_spec,
     describe,
     newest_version,
     open_base,
     open_database,
     store_errors,
 )
+from rollout.store.shards import LocalShards
 
 _CACHE_BYTES = 64 * 1024 * 1024
 # A read fails at most once for each compaction that ends while it is under way.
@@ -84,6 +86,8 @@ class SegmentReader:
         self._version = version
         self._context = context or read_context()
         self._base = open_base(location, context=self._context)
+        base = base_spec(location)
+        self._local = LocalShards(base["path"]) if base["driver"] == "file" else None
         self._view: _View | None = None
 
     @property
@@ -252,6 +256,7 @@ class _View:
         self._places: dict[str, tuple[str, int]] = {}
         self._arrays: dict[str, Any] = {}
         self._shards: dict[tuple[str, int], Any] = {}
+        self._local = reader._local
 
     def segments(self) -> tuple[str, ...]:
         names = sorted(layout.segment_name(k) for k in self._names("headers/"))
@@ -313,7 +318,7 @@ class _View:
         return tuple(self._parts(self._places_of(segment)))
 
     def read_packed(self, segment: str) -> tuple[bytes, ...]:
-        if self._is_packed(segment):
+        if self.header(segment).layout_version == layout.LAYOUT_VERSION:
             return tuple(self._packed(self._places_of(segment)))
         return tuple(codec.encode(*part) for part in self.read_parts(segment))
 
@@ -434,27 +439,26 @@ class _View:
     def _parts(self, places: Sequence[tuple[str, int]]) -> list[Part]:
         """Trajectories of any layout by segment and place there, read at once."""
         packed = [place for place in places if self._is_packed(place[0])]
-        values = iter(self._packed(packed))
-        spans = [
-            span
-            for segment, i in places
-            if not self._is_packed(segment)
-            for span in self._spans(segment, i, i + 1)
-        ]
+        parts = dict(zip(packed, map(self._decoded, packed, self._packed(packed)), strict=True))
+        if len(packed) < len(places):
+            parts |= self._unpacked([place for place in places if place not in parts])
+        return [parts[place] for place in places]
+
+    def _unpacked(self, places: Sequence[tuple[str, int]]) -> dict[tuple[str, int], Part]:
+        """Trajectories of layouts that kept an array a field."""
+        spans = [span for segment, i in places for span in self._spans(segment, i, i + 1)]
         arrays = iter(self._slices(spans))
-        parts: list[Part] = []
-        for segment, i in places:
-            if self._is_packed(segment):
-                parts.append(self._decoded(segment, i, next(values)))
-                continue
+        parts = {}
+        for place in places:
             fields = {name: next(arrays) for name in layout.TOKEN_FIELDS}
-            parts.append((next(arrays).tobytes(), fields))
+            parts[place] = (next(arrays).tobytes(), fields)
         return parts
 
-    def _decoded(self, segment: str, i: int, value: bytes) -> Part:
+    def _decoded(self, place: tuple[str, int], value: bytes) -> Part:
         try:
             return codec.decode(value)
         except ValueError as error:
+            segment, i = place
             raise StoreError(
                 f"reading the store: trajectory {self.header(segment).ids[i]} of segment "
                 f"{segment}: {error}"
@@ -463,20 +467,23 @@ class _View:
     def _packed(self, places: Sequence[tuple[str, int]]) -> list[bytes]:
         """The values of trajectories by segment and place there, read at once."""
         with store_errors(self._location, "reading the store"):
-            pending = []
-            for segment, i in places:
-                sealed = self.header(segment).sealed
-                if isinstance(sealed, layout.Sealed):
-                    number, key = layout.shard_entry(sealed.first + i)
-                    pending.append(self._shard(sealed.set, number).read(key))
-                else:
-                    pending.append(self._database.read(layout.trajectory_key(segment, i)))
-            values = [future.result().value for future in pending]
+            pending = [self._value_at(*place) for place in places]
+            values = [v if isinstance(v, bytes) else v.result().value for v in pending]
             for (segment, i), value in zip(places, values, strict=True):
                 # tensorstore reads a value whose file is gone as empty, or as no value.
                 if not value:
                     raise ValueError(f"trajectory {i} of segment {segment} is missing")
         return values
+
+    def _value_at(self, segment: str, i: int) -> Any:
+        """The value of a trajectory, or a future of it."""
+        sealed = self.header(segment).sealed
+        if not isinstance(sealed, layout.Sealed):
+            return self._database.read(layout.trajectory_key(segment, i))
+        if self._local is not None:
+            return self._local.read(sealed.set, sealed.first + i)
+        number, key = layout.shard_entry(sealed.first + i)
+        return self._shard(sealed.set, number).read(key)
 
     def _shard(self, sealed_set: str, number: int) -> Any:
         if (sealed_set, number) not in self._shards:
