@@ -97,11 +97,11 @@ def measure(run: Callable[[], Any], repeats: int) -> dict[str, float]:
     }
 
 
-def donated(fn: Callable[..., Any], value: np.ndarray, *rest: Any, repeats: int) -> Any:
-    """Time fn(value, *rest) with `value` donated, so that no page of a new output is touched."""
+def donated(fn: Callable[..., Any], first: np.ndarray, *rest: Any, repeats: int) -> Any:
+    """Time fn(first, *rest) with `first` donated, so that no page of a new output is touched."""
     jitted = jax.jit(fn, donate_argnums=(0,))
     device = tuple(jax.device_put(x) for x in rest)
-    fresh = iter([jax.block_until_ready(jax.device_put(value.copy())) for _ in range(repeats + 1)])
+    fresh = iter([jax.block_until_ready(jax.device_put(first.copy())) for _ in range(repeats + 1)])
     result = None
 
     def run() -> None:
@@ -204,10 +204,10 @@ def main() -> int:
     small["starts"] = np.asarray(turn_starts(small["acted"], small["turn"]))
     compacted_name = "tb_gae, scan, compacted [N, B]"
 
-    def compacted_only(v: Any, r: Any, a: Any, starts: Any) -> Any:
+    def compacted_only(r: Any, v: Any, a: Any, starts: Any) -> Any:
         return tb_gae_compacted(r, v, a, starts, gamma=GAMMA, lam=LAM)[0]
 
-    compacted = [small[k] for k in ("value", "reward", "acted", "starts")]
+    compacted = [small[k] for k in ("reward", "value", "acted", "starts")]
     rows[compacted_name], got = donated(compacted_only, *compacted, repeats=args.repeats)
     wide = np.asarray(expand(got, index, length=args.tokens))
     errors[compacted_name] = float(np.abs(wide - expected).max())

@@ -121,6 +121,22 @@ def test_the_one_carry_recursion_is_tb_gae(seed, lam_in):
         np.testing.assert_allclose(expand(x, index, length=T), y, atol=1e-5)
 
 
+def test_padding_changes_no_bit_of_the_one_carry_recursion():
+    """Columns padded to multiples of 1, 40 and 64 rows, as a longer neighbour would have it."""
+    *arrays, bootstrap = draw(5)
+    outs = []
+    for multiple in (1, 40, 64):
+        index = jnp.asarray(action_index(np.asarray(arrays[2]), multiple=multiple))
+        reward, value, acted, turn = (compact(x, index) for x in arrays)
+        starts = turn_starts(acted, turn)
+        got = tb_gae_compacted(
+            reward, value, acted, starts, gamma=0.9, lam=0.8, bootstrap_b=bootstrap
+        )
+        outs.append([expand(x, index, length=T) for x in got])
+    for other in outs[1:]:
+        np.testing.assert_array_equal(other, outs[0])
+
+
 def test_turn_starts():
     """A column of turns 0 0 2 2 2 behind two slots of padding, and an empty one."""
     acted = jnp.array([[0, 0, 1, 1, 1, 1, 1], [0] * 7], bool).T

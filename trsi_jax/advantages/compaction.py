@@ -7,6 +7,8 @@ mask inside the loop.
 
 from __future__ import annotations
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -76,7 +78,7 @@ def tb_gae_compacted(
     R_j = r_j + gamma ((1 - lam) V_{j+1} + lam R_{j+1}) if j + 1 is the first action token of its
     turn, else r_j + (1 - lam_in) V_{j+1} + lam_in R_{j+1}; V_{N+1} = R_{N+1} = bootstrap, which
     counts as another turn; A_j = R_j - V_j. What a step hands on is what it puts out, which
-    XLA's CPU compiler makes one loop of.
+    XLA's CPU compiler makes one loop of; a caller that donates the rewards saves their copy.
 
     Args:
       reward_nb: [N, B] float, compacted rewards.
@@ -98,26 +100,27 @@ def tb_gae_compacted(
     dtype = jnp.promote_types(jnp.promote_types(reward_nb.dtype, value_nb.dtype), jnp.float32)
     reward_nb, value_nb = jax.lax.stop_gradient((reward_nb.astype(dtype), value_nb.astype(dtype)))
     g, l_out = (jnp.asarray(x, dtype) for x in (gamma, lam))
-    columns = reward_nb.shape[1:]
-    end = jax.lax.stop_gradient(jnp.broadcast_to(jnp.asarray(bootstrap_b, dtype), columns))
-    next_value_nb = jnp.concatenate([value_nb[1:], end[None]])
-    crosses_nb = jnp.concatenate([starts_nb[1:], jnp.ones((1, *columns), bool)])
+    end_b = jax.lax.stop_gradient(jnp.asarray(bootstrap_b, dtype))
+    row = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+    last_b = reward_nb[-1] + g * end_b
 
-    def back(
-        later: jax.Array, token: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        reward, value, crosses = token
+    def back(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        total_nb, later = state
+        j = reward_nb.shape[0] - 2 - i
+        value = row(value_nb, j + 1)
         across = g * (1.0 - l_out) * value + g * l_out * later
         if isinstance(lam_in, (int, float)) and lam_in == 1.0:
             inside = later
         else:
             l_in = jnp.asarray(lam_in, dtype)
             inside = (1.0 - l_in) * value + l_in * later
-        total = reward + jnp.where(crosses, across, inside)
-        return total, total
+        total = row(total_nb, j) + jnp.where(row(starts_nb, j + 1), across, inside)
+        return jax.lax.dynamic_update_index_in_dim(total_nb, total, j, 0), total
 
-    tokens = (reward_nb, next_value_nb, crosses_nb)
-    # Padding comes last, so it may spoil what is carried; only its output is blanked.
-    _, return_nb = jax.lax.scan(back, end, tokens, reverse=True)
+    # The returns take the rewards' place, and values and starts are read one row on: no column is
+    # shifted or cleared beforehand. Padding comes last, so it may spoil what is carried; only its
+    # output is blanked.
+    start = (reward_nb.at[-1].set(last_b), last_b)
+    return_nb, _ = jax.lax.fori_loop(0, reward_nb.shape[0] - 1, back, start)
     advantage_nb = jnp.where(acted_nb, return_nb - value_nb, 0.0)
     return advantage_nb, jnp.where(acted_nb, return_nb, 0.0)
