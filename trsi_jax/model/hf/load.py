@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from trsi_jax.model.hf import names
 from trsi_jax.model.hf.description import read_description
 from trsi_jax.model.hf.files import (
     DTYPES,
+    TILE,
     Bits,
     Stored,
     finite,
@@ -29,6 +31,7 @@ from trsi_jax.model.hf.files import (
     read_ahead,
     row_blocks,
     transpose_into,
+    will_need,
 )
 from trsi_jax.model.hf.match import Match, match
 
@@ -37,6 +40,9 @@ Index = tuple[tuple[int, int], ...]
 _ALIGNMENT = 64
 # A piece this large is read by more than one thread.
 _JOB = 32 << 20
+# The next parameters are begun while fewer bytes than this are under way, so that neither the
+# threads nor the disk rest at the end of one.
+_UNDER_WAY = 64 << 20
 
 
 def load_params(
@@ -50,7 +56,8 @@ def load_params(
 
     Every tensor is looked up before the first is read. Files are memory-mapped, and of each only
     the rows that this process's devices hold are read. Host memory stays below the bytes of this
-    process's shards and one tensor: a shard is assembled once, then handed to its device.
+    process's shards and one tensor: a shard is assembled once, then handed to its device, while
+    the next ones are read.
 
     Args:
       directory: `config.json` and safetensors, one file or sharded with an index, of a text-only
@@ -76,33 +83,91 @@ def load_params(
     abstract = abstract_params(config)
     placed = {} if shardings is None else names.flatten(shardings)
     arrays: dict[names.Path, jax.Array] = {}
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+    workers = min(8, os.cpu_count() or 1)
+    pieces = _Pieces(workers)
+    begun: deque[tuple[names.Path, _Placement]] = deque()
+    under_way = 0
+    with ThreadPoolExecutor(max_workers=workers) as pool:
         for path, leaf in names.flatten(abstract).items():
             if leaf.dtype != jax.dtypes.canonicalize_dtype(leaf.dtype):
                 raise ValueError(f"{leaf.dtype} parameters need jax_enable_x64")
-            read = _Reader(leaf, sources[path], found, pool, on_read)
-            arrays[path] = _place(leaf.shape, placed.get(path), read)
+            read = _Reader(leaf, sources[path], found, pool, pieces, on_read)
+            begun.append((path, _Placement(leaf.shape, placed.get(path), read)))
+            under_way += begun[-1][1].nbytes
+            while len(begun) > 1 and under_way > _UNDER_WAY:
+                done, placement = begun.popleft()
+                arrays[done] = placement.array()
+                under_way -= placement.nbytes
+        for done, placement in begun:
+            arrays[done] = placement.array()
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
     ordered = [arrays[tuple(entry.key for entry in path)] for path, _ in leaves]
     params: Params = jax.tree_util.tree_unflatten(tree, ordered)
     return params
 
 
-def _place(shape: tuple[int, ...], sharding: Any, read: Callable[[Index], Bits]) -> jax.Array:
-    """The array of one parameter; what several devices hold alike is read once."""
-    if sharding is None:
-        alone: jax.Array = jax.device_put(read(tuple((0, side) for side in shape)))
-        return alone
-    holders: dict[Index, list[Any]] = defaultdict(list)
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        spans = (cut.indices(side)[:2] for cut, side in zip(index, shape, strict=True))
-        holders[tuple(spans)].append(device)
-    shards: list[jax.Array] = []
-    for span, devices in holders.items():
-        block = read(span)
-        shards += [jax.device_put(block, device) for device in devices]
-    whole: jax.Array = jax.make_array_from_single_device_arrays(shape, sharding, shards)
-    return whole
+class _Placement:
+    """One parameter on its way to its devices; what several of them hold alike is read once."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        sharding: Any,
+        read: Callable[[Index], tuple[Bits, list[Future[None]]]],
+    ) -> None:
+        self.shape = shape
+        self.sharding = sharding
+        self.holders: dict[Index, list[Any]] = defaultdict(list)
+        if sharding is None:
+            self.holders[tuple((0, side) for side in shape)].append(None)
+        else:
+            for device, index in sharding.addressable_devices_indices_map(shape).items():
+                spans = (cut.indices(side)[:2] for cut, side in zip(index, shape, strict=True))
+                self.holders[tuple(spans)].append(device)
+        self.blocks = {span: read(span) for span in self.holders}
+        self.nbytes = sum(block.nbytes for block, _ in self.blocks.values())
+
+    def array(self) -> jax.Array:
+        """Wait for the numbers and hand them over."""
+        shards: list[jax.Array] = []
+        for span, devices in self.holders.items():
+            block, jobs = self.blocks.pop(span)
+            for job in jobs:
+                job.result()
+            shards += [jax.device_put(block, device) for device in devices]
+        if self.sharding is None:
+            return shards[0]
+        whole: jax.Array = jax.make_array_from_single_device_arrays(
+            self.shape, self.sharding, shards
+        )
+        return whole
+
+
+class _Pieces:
+    """Mapped pieces in the order in which they are read; the disk is asked for them in advance."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self.queue: list[tuple[mmap.mmap, Bits] | None] = []
+
+    def add(self, mapped: mmap.mmap, piece: Bits) -> int:
+        """The number of a piece, which `begin` takes."""
+        self.queue.append((mapped, piece))
+        return len(self.queue) - 1
+
+    def begin(self, number: int) -> mmap.mmap:
+        """Ask for this piece and for the one that its thread will probably read next."""
+        mine = self.queue[number]
+        assert mine is not None
+        will_need(*mine)
+        after = number + self.workers
+        if after < len(self.queue) and (next_piece := self.queue[after]) is not None:
+            will_need(*next_piece)
+        return mine[0]
+
+    def end(self, number: int) -> None:
+        """Let the mapping go, and with it the pages."""
+        self.queue[number] = None
 
 
 class _Reader:
@@ -114,16 +179,18 @@ class _Reader:
         sources: list[tuple[names.Part, names.Tensor]],
         found: Match,
         pool: ThreadPoolExecutor,
+        pieces: _Pieces,
         on_read: Callable[[int], None] | None,
     ) -> None:
         self.dtype = np.dtype(leaf.dtype)
         self.sources = sources
         self.found = found
         self.pool = pool
+        self.pieces = pieces
         self.on_read = on_read
 
-    def __call__(self, index: Index) -> Bits:
-        """A fresh aligned host array with the numbers of `index`."""
+    def __call__(self, index: Index) -> tuple[Bits, list[Future[None]]]:
+        """A fresh aligned host array for the numbers of `index`, and the jobs that fill it."""
         shape = tuple(stop - start for start, stop in index)
         block = _aligned(shape, self.dtype)
         jobs: list[Future[None]] = []
@@ -133,9 +200,7 @@ class _Reader:
             if all(start <= layer < stop for layer, (start, stop) in layers):
                 at = tuple(i - index[axis][0] for axis, i in enumerate(part.layer))
                 jobs += self._submit(part, tensor, index[depth:], block[at])
-        for job in jobs:
-            job.result()
-        return block
+        return block, jobs
 
     def _submit(
         self, part: names.Part, tensor: names.Tensor, span: Index, target: Bits
@@ -156,20 +221,32 @@ class _Reader:
         for start in range(0, outs, step):
             piece = source[start : start + step]
             into = flat[:, start : start + step] if ins else flat[start : start + step]
-            jobs.append(self.pool.submit(self._copy, mapped, stored, path, piece, into, bool(ins)))
+            number = None
+            if np.may_share_memory(piece, np.frombuffer(mapped, np.uint8)):
+                number = self.pieces.add(mapped, piece)
+            jobs.append(self.pool.submit(self._copy, number, stored, path, piece, into, bool(ins)))
         return jobs
 
     def _copy(
-        self, mapped: Any, stored: Stored, path: Path, source: Bits, target: Bits, turned: bool
+        self,
+        number: int | None,
+        stored: Stored,
+        path: Path,
+        source: Bits,
+        target: Bits,
+        turned: bool,
     ) -> None:
+        mapped = None if number is None else self.pieces.begin(number)
         for start, stop in row_blocks(len(source), source.strides[0]):
             block = source[start:stop]
-            if np.may_share_memory(block, np.frombuffer(mapped, np.uint8)):
+            if mapped is not None:
                 read_ahead(mapped, block)
             if not finite(block, stored.dtype):
                 raise UserError(f"{path}: tensor {stored.name} holds numbers that are not finite")
             into = target[:, start:stop] if turned else target[start:stop]
             _convert(block, stored.dtype, into, turned)
+        if number is not None:
+            self.pieces.end(number)
         if self.on_read is not None:
             self.on_read(source.nbytes)
 
@@ -183,17 +260,21 @@ def _convert(source: Bits, dtype: str, target: Bits, turned: bool) -> None:
             transpose_into(raw, source)
         else:
             raw[...] = source
-    elif stored == ml_dtypes.bfloat16 and target.dtype == np.float32:
-        # A bfloat16 is the upper half of a float32.
-        raw = target.view(np.uint32)
-        if turned:
-            transpose_into(raw, source)
+        return
+    # Strip by strip: what is widened is turned while it is in cache.
+    for start in range(0, len(source), TILE):
+        strip = source[start : start + TILE]
+        if stored == ml_dtypes.bfloat16 and target.dtype == np.float32:
+            # A bfloat16 is the upper half of a float32.
+            wide = strip.astype(np.uint32)
+            wide <<= 16
         else:
-            raw[...] = source
-        raw <<= 16
-    else:
-        numbers = source.view(stored)
-        target[...] = (numbers.T if turned else numbers).astype(target.dtype)
+            wide = strip.view(stored).astype(target.dtype).view(f"u{target.itemsize}")
+        raw = target.view(wide.dtype)
+        if turned:
+            transpose_into(raw[:, start : start + TILE], wide)
+        else:
+            raw[start : start + TILE] = wide
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Bits:
