@@ -181,15 +181,17 @@ def test_chunks_are_equal_and_pad_less_than_one_token_a_chunk() -> None:
 
 def test_causal_conv_is_the_sum_of_its_taps_inside_a_segment() -> None:
     rng = np.random.default_rng(8)
-    x, weight = rng.normal(size=(12, 3)), rng.normal(size=(4, 3))
-    segment = np.asarray([1, 1, 1, 1, 1, 2, 3, 3, 3, 3, 0, 0])
-    expected = np.zeros((12, 3))
-    for t in range(12):
+    x, weight = rng.normal(size=(2, 12, 3)), rng.normal(size=(4, 3))
+    segment = np.asarray(
+        [[1, 1, 1, 1, 1, 2, 3, 3, 3, 3, 0, 0], [1, 2, 2, 2, 2, 2, 2, 3, 3, 4, 4, 4]]
+    )
+    expected = np.zeros(x.shape)
+    for row, t in np.ndindex(segment.shape):
         for back in range(min(t, 3) + 1):
-            if segment[t - back] == segment[t] or segment[t] == 0:
-                expected[t] += weight[3 - back] * x[t - back]
-    reset = segment_starts(jnp.asarray(segment))
-    assert np.flatnonzero(reset).tolist() == [5, 6]
+            if segment[row, t - back] == segment[row, t] or segment[row, t] == 0:
+                expected[row, t] += weight[3 - back] * x[row, t - back]
+    reset = jax.vmap(segment_starts)(jnp.asarray(segment))
+    assert [np.flatnonzero(row).tolist() for row in reset] == [[5, 6], [1, 7, 9]]
     real = segment != 0
     got = causal_conv(jnp.asarray(x, jnp.float32), jnp.asarray(weight, jnp.float32), reset)
     np.testing.assert_allclose(got[real], expected[real], atol=1e-6)
@@ -197,9 +199,9 @@ def test_causal_conv_is_the_sum_of_its_taps_inside_a_segment() -> None:
 
 def test_causal_conv_continues_from_its_tail() -> None:
     rng = np.random.default_rng(9)
-    x = jnp.asarray(rng.normal(size=(10, 3)), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(2, 10, 3)), jnp.float32)
     weight = jnp.asarray(rng.normal(size=(4, 3)), jnp.float32)
-    reset = jnp.zeros(10, bool)
+    reset = jnp.zeros((2, 10), bool)
     whole = causal_conv(x, weight, reset)
-    rest = causal_conv(x[6:], weight, reset[6:], tail=x[3:6])
-    np.testing.assert_array_equal(rest, whole[6:])
+    rest = causal_conv(x[:, 6:], weight, reset[:, 6:], tail=x[:, 3:6])
+    np.testing.assert_array_equal(rest, whole[:, 6:])

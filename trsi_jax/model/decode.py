@@ -417,9 +417,7 @@ def _prefill(
         inputs, z, a, b = mixer.project(block.input_norm(x))
         inputs = jnp.where(real[..., None], inputs, 0)
         weight = mixer.conv_weight()
-        mixed = jax.vmap(lambda row, end: causal_conv(row, weight, going_on[0], tail=end))(
-            inputs, tail
-        )
+        mixed = causal_conv(inputs, weight, going_on, tail=tail)
         query, key, value = mixer.heads(mixed)
         log_decay, beta = mixer.gates(a, b)
         output, state = mixer.recur(

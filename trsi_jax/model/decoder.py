@@ -33,6 +33,7 @@ from trsi_jax.model.layers import (
     Projection,
     RMSNorm,
     SwiGLU,
+    as_tokens,
     copying_output,
     rms_norm,
 )
@@ -97,15 +98,19 @@ class GatedDeltaNet(nnx.Module):  # type: ignore[misc]
         """[..., Hv] twice -> log decay g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)."""
         dtype = self.config.accum_dtype
         rate = jnp.exp(self.A_log[...].astype(dtype))
-        step = jax.nn.softplus(a.astype(dtype) + self.dt_bias[...].astype(dtype))
-        return -rate * step, jax.nn.sigmoid(b.astype(dtype))
+        tokens = as_tokens(a)
+        step = jax.nn.softplus(tokens.astype(dtype) + self.dt_bias[...].astype(dtype))
+        return (-rate * step).reshape(a.shape), jax.nn.sigmoid(b.astype(dtype))
 
     def finish(self, output: jax.Array, z: jax.Array) -> jax.Array:
         """[..., Hv, dv] outputs of the rule and their gates -> [..., D]."""
         config = self.config
         normed = rms_norm(
-            output, self.norm[...], eps=config.norm_eps, accum_dtype=config.accum_dtype
-        )
+            as_tokens(output),
+            self.norm[...],
+            eps=config.norm_eps,
+            accum_dtype=config.accum_dtype,
+        ).reshape(output.shape)
         gated = normed * jax.nn.silu(z.astype(config.accum_dtype))
         return self.o_proj(gated.astype(config.compute_dtype))
 
@@ -115,7 +120,7 @@ class GatedDeltaNet(nnx.Module):  # type: ignore[misc]
         reset = jax.vmap(segment_starts)(segment_ids)
         inputs, z, a, b = self.project(x)
         inputs = jnp.where(real[..., None], inputs, 0)
-        mixed = jax.vmap(causal_conv, in_axes=(0, None, 0))(inputs, self.conv_weight(), reset)
+        mixed = causal_conv(inputs, self.conv_weight(), reset)
         query, key, value = self.heads(mixed)
         log_decay, beta = self.gates(a, b)
         log_decay = jnp.where(real[..., None], log_decay, 0)
@@ -311,7 +316,11 @@ def hidden_states(
         return bind(GatedDeltaLayer, config, layer)(x, segment_ids), None
 
     def group(x: jax.Array, layers: Params) -> tuple[jax.Array, None]:
-        if config.uses_gdn:
+        if config.uses_gdn and not config.remat:
+            # A loop copies what the backward pass needs into stacks; here it stays where it is.
+            for layer in _unstacked(layers["gdn"], config.linear_per_group):
+                x, _ = linear(x, layer)
+        elif config.uses_gdn:
             x, _ = jax.lax.scan(linear, x, layers["gdn"])
         layer = bind(AttentionLayer, config, layers["attention"])
         return layer(x, segment_ids, position_ids), None
@@ -323,6 +332,16 @@ def hidden_states(
         x, _ = jax.lax.scan(body, x, params["groups"])
     hidden: jax.Array = bind(RMSNorm, config, params["final_norm"])(x)
     return hidden
+
+
+def _unstacked(stack: Params, count: int) -> list[Params]:
+    """The layers of a stack; their gradients are joined again by one concatenation."""
+    leaves, tree = jax.tree.flatten(stack)
+    parts = [jax.lax.split(leaf, [1] * count) for leaf in leaves]
+    return [
+        jax.tree.unflatten(tree, [part[i].reshape(part[i].shape[1:]) for part in parts])
+        for i in range(count)
+    ]
 
 
 def head_kernel(config: ModelConfig, params: Params) -> jax.Array:
@@ -348,11 +367,13 @@ def logits(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
 
     Source: the `qwen3_5` architecture.
     """
-    return jnp.dot(
-        hidden.astype(config.compute_dtype),
-        head_kernel(config, params).astype(config.compute_dtype),
+    kernel = head_kernel(config, params).astype(config.compute_dtype)
+    found = jnp.dot(
+        as_tokens(hidden).astype(config.compute_dtype),
+        kernel,
         preferred_element_type=jnp.dtype(config.accum_dtype),
     )
+    return found.reshape(*hidden.shape[:-1], kernel.shape[-1])
 
 
 def check_rows(segment_ids: npt.NDArray[np.int32]) -> None:

@@ -36,6 +36,15 @@ class Draws:
         return (low + (high - low) * quantile).astype(dtype)
 
 
+def as_tokens(x: jax.Array) -> jax.Array:
+    """[..., n] as a list of tokens [N, n].
+
+    The gradient of what all tokens share sums over them. XLA's CPU compiler is fast where they
+    are one axis, the first, and slow where they are two or more (jaxlib 0.10.2).
+    """
+    return x.reshape(-1, x.shape[-1])
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, accum_dtype: str) -> jax.Array:
     """y = x / sqrt(mean(x^2) + eps) * weight over the last axis.
 
@@ -66,8 +75,9 @@ class RMSNorm(nnx.Module):  # type: ignore[misc]
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., dim] -> [..., dim] in the compute dtype."""
         weight = self.scale[...].astype(self.config.accum_dtype) + self.offset
-        y = rms_norm(x, weight, eps=self.config.norm_eps, accum_dtype=self.config.accum_dtype)
-        return y.astype(self.config.compute_dtype)
+        tokens = as_tokens(x)
+        y = rms_norm(tokens, weight, eps=self.config.norm_eps, accum_dtype=self.config.accum_dtype)
+        return y.astype(self.config.compute_dtype).reshape(x.shape)
 
 
 class Projection(nnx.Module):  # type: ignore[misc]
@@ -90,7 +100,12 @@ class Projection(nnx.Module):  # type: ignore[misc]
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., *in] -> [..., *out] in the compute dtype."""
         kernel = self.kernel[...].astype(self.config.compute_dtype)
-        return jnp.tensordot(x.astype(self.config.compute_dtype), kernel, axes=self.in_axes)
+        x = x.astype(self.config.compute_dtype)
+        # Matrices and nothing else: of operands with more axes XLA's CPU compiler makes transposed
+        # copies for the gradient by the kernel, which take as long as the product.
+        lead, out = x.shape[: x.ndim - self.in_axes], kernel.shape[self.in_axes :]
+        matrix = kernel.reshape(-1, math.prod(out))
+        return jnp.dot(x.reshape(-1, matrix.shape[0]), matrix).reshape(*lead, *out)
 
 
 def copying_output(config: ModelConfig, value: Projection, output: Projection) -> None:

@@ -474,8 +474,7 @@ def _gated_delta_layer(
     # Of the neighbour's tokens only those of its last segment go on here.
     same = _previous(sharded, segment_ids, taps) == segment_before
     tail = jnp.where(same[..., None], tail, 0)
-    weight = mixer.conv_weight()
-    mixed = jax.vmap(lambda x, r, t: causal_conv(x, weight, r, tail=t))(inputs, reset, tail)
+    mixed = causal_conv(inputs, mixer.conv_weight(), reset, tail=tail)
     query, key, value = mixer.heads(mixed)
     log_decay, beta = mixer.gates(a, b)
     log_decay = jnp.where(real[..., None], log_decay, 0)
