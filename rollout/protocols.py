@@ -98,11 +98,10 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape, dtype and content digest of one tensor."""
+    """Shape and dtype of one tensor."""
 
     shape: tuple[int, ...]
     dtype: str
-    sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)

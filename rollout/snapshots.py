@@ -1,7 +1,7 @@
 """Published weights: a directory of safetensors, its manifest, and the folder that holds them.
 
     weights/v000012/            files of the base checkpoint with new weights
-        trsi-manifest.json      every tensor's shape, dtype and SHA-256, and a probe
+        trsi-manifest.json      every tensor's shape and dtype, and a probe
     weights/LATEST              name of the newest complete one
 
 A directory appears by one rename, complete or not at all, and `LATEST` is replaced by another.
@@ -16,7 +16,8 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -104,78 +105,89 @@ def compare(found: Mapping[str, TensorSpec], base: Mapping[str, TensorSpec], whe
 
 
 def examine(directory: Path, base: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """`read_manifest` and `compare`, then one pass over every byte: finite numbers, and digests.
+    """`read_manifest` and `compare`, then a look at every number: all must be finite.
 
     Args:
       directory: of safetensors files.
       base: what it must hold.
 
     Returns:
-      The manifest with a SHA-256 of each tensor's bytes.
+      The manifest.
 
     Raises:
       SnapshotRefused: names the tensor that is missing, extra, of another shape or dtype, or holds
         a number that is not finite.
     """
-    compare(read_manifest(directory), base, str(directory))
+    found = read_manifest(directory)
+    compare(found, base, str(directory))
     jobs = [
-        (path, name, dtype, shape, start, stop)
+        (path, name, dtype, start, stop)
         for path in _files(directory)
-        for name, (dtype, shape, start, stop) in _head(path).items()
+        for name, (dtype, _, start, stop) in _head(path).items()
+        if dtype in _EXPONENT
     ]
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         # Largest first, so that no thread starts on the embedding when all others are done.
-        jobs.sort(key=lambda job: job[4] - job[5])
-        return dict(pool.map(lambda job: _examine_one(*job), jobs))
+        jobs.sort(key=lambda job: job[3] - job[4])
+        deque(pool.map(lambda job: _examine_one(*job), jobs), maxlen=0)
+    return found
 
 
-def _examine_one(
-    path: Path, name: str, dtype: str, shape: tuple[int, ...], start: int, stop: int
-) -> tuple[str, TensorSpec]:
-    digest = hashlib.sha256()
-    exponent = _EXPONENT.get(dtype)
-    block = bytearray(_BLOCK)
-    spare = np.empty(_BLOCK // exponent.itemsize, exponent.dtype) if exponent is not None else None
-    with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        left = stop - start
-        while left:
-            view = memoryview(block)[: min(left, _BLOCK)]
-            got = file.readinto(view)
-            if not got or got % _ITEM_BYTES[dtype]:
-                raise SnapshotRefused(f"{path}: cut off in tensor {name}")
-            view = view[:got]
-            if exponent is not None and spare is not None:
-                bits = np.frombuffer(view, exponent.dtype)
-                if np.bitwise_and(bits, exponent, out=spare[: bits.size]).max() == exponent:
-                    raise SnapshotRefused(f"{path}: tensor {name} holds numbers that aren't finite")
-            digest.update(view)
-            left -= got
-    return name, TensorSpec(shape, dtype, digest.hexdigest())
+def _examine_one(path: Path, name: str, dtype: str, start: int, stop: int) -> None:
+    exponent = _EXPONENT[dtype]
+    spare = np.empty(_BLOCK // exponent.itemsize, exponent.dtype)
+    for block in _blocks(path, name, start, stop):
+        bits = np.frombuffer(block, exponent.dtype)
+        if np.bitwise_and(bits, exponent, out=spare[: bits.size]).max() == exponent:
+            raise SnapshotRefused(f"{path}: tensor {name} holds numbers that aren't finite")
 
 
-def digest_of(directory: Path, names: Sequence[str]) -> str:
-    """SHA-256 of the bytes of tensors one behind the other, as a server fuses them.
+def digests(directory: Path, groups: Iterable[Sequence[str]]) -> list[str]:
+    """SHA-256 of the bytes of each group of tensors, one behind the other.
+
+    Args:
+      directory: of safetensors files.
+      groups: names, one or several a group.
+
+    Returns:
+      A hexadecimal digest a group, in their order.
 
     Raises:
-      SnapshotRefused: there is no such tensor.
+      SnapshotRefused: there is no such tensor, or a file is cut off.
     """
-    heads = {path: _head(path) for path in _files(directory)}
-    digest = hashlib.sha256()
-    for name in names:
-        path = next((path for path, head in heads.items() if name in head), None)
-        if path is None:
-            raise SnapshotRefused(f"{directory}: tensor {name} is missing")
-        _, _, start, stop = heads[path][name]
-        with path.open("rb") as file:
-            file.seek(start)
-            while start < stop:
-                block = file.read(min(_BLOCK, stop - start))
-                if not block:
-                    raise SnapshotRefused(f"{path}: cut off in tensor {name}")
+    places = {
+        name: (path, start, stop)
+        for path in _files(directory)
+        for name, (_, _, start, stop) in _head(path).items()
+    }
+    found = []
+    for names in groups:
+        digest = hashlib.sha256()
+        for name in names:
+            if name not in places:
+                raise SnapshotRefused(f"{directory}: tensor {name} is missing")
+            path, start, stop = places[name]
+            for block in _blocks(path, name, start, stop):
                 digest.update(block)
-                start += len(block)
-    return digest.hexdigest()
+        found.append(digest.hexdigest())
+    return found
+
+
+def _blocks(path: Path, name: str, start: int, stop: int) -> Iterator[memoryview]:
+    """The bytes of a tensor, in one buffer that stays in cache."""
+    buffer = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while start < stop:
+            view = buffer[: min(stop - start, _BLOCK)]
+            filled = 0
+            while filled < len(view):
+                got = file.readinto(view[filled:])
+                if not got:
+                    raise SnapshotRefused(f"{path}: cut off in tensor {name}")
+                filled += got
+            yield view
+            start += filled
 
 
 def write_manifest(
@@ -204,7 +216,7 @@ def open_snapshot(directory: Path) -> tuple[WeightSnapshot, Probe | None]:
     try:
         content = json.loads(path.read_text("utf-8"))
         tensors = {
-            name: TensorSpec(tuple(spec["shape"]), spec["dtype"], spec["sha256"])
+            name: TensorSpec(tuple(spec["shape"]), spec["dtype"])
             for name, spec in content["tensors"].items()
         }
         probe = content["probe"] and Probe(

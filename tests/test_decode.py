@@ -28,6 +28,7 @@ from trsi_jax.model.decode import (
     sample,
     snapshot,
 )
+from trsi_jax.model.noise import gumbel
 
 VOCAB, CONTEXT, WIDTH = 61, 40, 8
 
@@ -279,7 +280,8 @@ def test_a_finished_row_is_frozen_and_a_cleared_slot_is_as_new() -> None:
         assert np.array_equal(old[:, 0], new[:, 0])
         assert not np.array_equal(old[:, 1], new[:, 1])
     length = int(before.length[0])
-    assert np.array_equal(before.key[:, 0, :length], after.key[:, 0, :length])
+    assert np.array_equal(before.key[:, 0, ..., :length], after.key[:, 0, ..., :length])
+    assert np.array_equal(before.value[:, 0, :, :length], after.value[:, 0, :, :length])
 
     prompts = prompts_of(4, 7, seed=3)
     cleared = clear_slots(cache, jnp.ones(WIDTH, bool))
@@ -327,6 +329,19 @@ def test_the_key_of_a_draw_depends_on_the_request_and_the_position() -> None:
     draws = [sample(scores, k, jnp.int32(p), one)[0] for k, p in ((key, 3), (key, 4), (other, 3))]
     assert len({int(d) for d in draws}) == 3
     assert int(sample(scores, key, jnp.int32(3), one)[0]) == int(draws[0])
+
+
+def test_the_noise_of_a_draw_is_that_of_jax_random_to_the_last_bit() -> None:
+    rng = np.random.default_rng(0)
+    words = jnp.asarray(rng.integers(0, 2**32, (6, 2), dtype=np.uint32))
+    positions = jnp.asarray([0, 1, 2, 127, 4095, 262_143])
+    ours = jax.jit(jax.vmap(lambda key, at: gumbel(key, at, 345)))(words, positions)
+
+    def theirs(words: jax.Array, at: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), at)
+        return jax.random.gumbel(key, (345,))
+
+    assert np.array_equal(ours, jax.jit(jax.vmap(theirs))(words, positions))
 
 
 def test_truncation_draws_from_the_kept_tokens_with_full_logprobs() -> None:

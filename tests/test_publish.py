@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def write(folder: Path, seed: int, version: int, **options):
     return publish(folder, version, DENSE, dense_params(seed), dtype="F32", **options)
 
 
-def test_a_snapshot_holds_the_parameters_their_digests_and_the_forwards_logprobs(tmp_path):
+def test_a_snapshot_holds_the_parameters_and_the_forwards_logprobs(tmp_path):
     snapshot = write(tmp_path, 0, 3)
     assert snapshot.path == tmp_path / "v000003" == snapshots.latest(tmp_path)
     back = load_params(snapshot.path, DENSE)
@@ -32,11 +33,20 @@ def test_a_snapshot_holds_the_parameters_their_digests_and_the_forwards_logprobs
     assert probe == make_probe(DENSE, dense_params(0), tolerance=1e-4)
     other = make_probe(DENSE, dense_params(1), tolerance=1e-4)
     assert snapshots.mean_gap(other.logprobs, probe.logprobs) > 0.1
-    # SHA-256 by another way round: the bytes of the tensors as safetensors reads them.
-    import hashlib
 
-    for name, array in load_file(snapshot.path / "model.safetensors").items():
-        assert snapshot.manifest[name].sha256 == hashlib.sha256(array.tobytes()).hexdigest()
+
+def test_digests_are_of_the_tensors_bytes_one_or_several_at_a_time(tmp_path):
+    path = write(tmp_path, 0, 1).path
+    # By another way round: the bytes of the tensors as safetensors reads them.
+    arrays = load_file(path / "model.safetensors")
+    groups = [(name,) for name in arrays] + [tuple(arrays)[1:4]]
+    expected = [
+        hashlib.sha256(b"".join(arrays[name].tobytes() for name in names)).hexdigest()
+        for names in groups
+    ]
+    assert snapshots.digests(path, groups) == expected
+    with pytest.raises(SnapshotRefused, match="other is missing"):
+        snapshots.digests(path, [("other",)])
 
 
 def test_the_last_three_stay_and_what_a_kill_left_goes(tmp_path):

@@ -5,15 +5,11 @@ The one place where a trainer's parameters become a directory that a fleet loads
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +20,7 @@ from rollout import snapshots
 from rollout.protocols import TensorSpec, WeightSnapshot
 from trsi_jax.model.config import ModelConfig
 from trsi_jax.model.decoder import Params, hidden_states, logits
-from trsi_jax.model.hf.save import save_params
+from trsi_jax.model.hf.save import check_params, save_params
 
 PROBE_TOKENS = 32
 TOLERANCES = {"F32": 1e-4, "F64": 1e-4, "F16": 0.02, "BF16": 0.05}
@@ -47,8 +43,8 @@ def publish(
     """Write parameters as a published snapshot, complete or not at all.
 
     What is on disk is held to the base before its name is known: every tensor there and no
-    other, of the base's shape and dtype, and finite. Beside it lies a manifest with digests, and
-    what the trainer's own forward says of a fixed sequence, which servers must agree with.
+    other, of the base's shape and dtype, and finite. Beside it lies a manifest, and what the
+    trainer's own forward says of a fixed sequence, which servers must agree with.
 
     Args:
       folder: of snapshots; made if needed.
@@ -80,9 +76,11 @@ def publish(
     partial_directory = folder / f".{directory.name}.partial"
     if jax.process_index() == 0:
         shutil.rmtree(partial_directory, ignore_errors=True)
-    with _Digests() as digests:
-        save_params(partial_directory, config, params, base=base, dtype=dtype, on_write=digests.add)
-        probe = make_probe(config, params, tolerance=0.0)
+    check_params(config, params)
+    ids = probe_ids(config.vocab_size, min(PROBE_TOKENS, config.max_position))
+    # Computed while the files are written.
+    said = _logprobs(config, params, jnp.asarray(ids)[None])
+    save_params(partial_directory, config, params, base=base, dtype=dtype)
     snapshot = WeightSnapshot(version, directory)
     if jax.process_index() != 0:
         return snapshot
@@ -90,11 +88,9 @@ def publish(
         # As the files themselves say it; the exporter has looked at every number.
         tensors = snapshots.read_manifest(partial_directory)
         snapshots.compare(tensors, base_manifest or tensors, directory.name)
-        tensors = {name: replace(s, sha256=digests.of(name)) for name, s in tensors.items()}
         if tolerance is None:
             tolerance = max(TOLERANCES.get(spec.dtype, 0.0) for spec in tensors.values())
-        probe = replace(probe, tolerance=tolerance)
-        snapshots.write_manifest(partial_directory, version, tensors, probe)
+        snapshots.write_manifest(partial_directory, version, tensors, _probe(ids, said, tolerance))
         if again:
             snapshots.forget(folder, version)
         snapshots.reveal(partial_directory, directory)
@@ -102,33 +98,6 @@ def publish(
         shutil.rmtree(partial_directory, ignore_errors=True)
     snapshots.prune(folder, keep)
     return replace(snapshot, manifest=tensors)
-
-
-class _Digests:
-    """SHA-256 of tensors, in a thread of its own while they are written."""
-
-    def __init__(self) -> None:
-        self._hashes: dict[str, hashlib._Hash] = {}
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="trsi-digest")
-        # Runs of a few MB that the exporter is ahead.
-        self._ahead = threading.BoundedSemaphore(32)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True)
-
-    def add(self, name: str, run: npt.NDArray[Any]) -> None:
-        """The next bytes of a tensor."""
-        digest = self._hashes.setdefault(name, hashlib.sha256())
-        self._ahead.acquire()
-        done = self._pool.submit(digest.update, run.data)
-        done.add_done_callback(lambda _: self._ahead.release())
-
-    def of(self, name: str) -> str:
-        """Of all bytes, once the writing is over."""
-        return self._hashes[name].hexdigest()
 
 
 def _manifest_of(folder: Path, base: Path | None) -> Mapping[str, TensorSpec] | None:
@@ -148,9 +117,14 @@ def make_probe(config: ModelConfig, params: Params, *, tolerance: float) -> snap
       params: tree of `init_params`.
       tolerance: put into the result.
     """
+    check_params(config, params)
     ids = probe_ids(config.vocab_size, min(PROBE_TOKENS, config.max_position))
-    said = np.asarray(_logprobs(config, params, jnp.asarray(ids)[None]))
-    return snapshots.Probe(tuple(map(int, ids)), tuple(map(float, said)), tolerance)
+    return _probe(ids, _logprobs(config, params, jnp.asarray(ids)[None]), tolerance)
+
+
+def _probe(ids: npt.NDArray[np.int32], said: jax.Array, tolerance: float) -> snapshots.Probe:
+    numbers = map(float, np.asarray(said))
+    return snapshots.Probe(tuple(map(int, ids)), tuple(numbers), tolerance)
 
 
 def probe_ids(vocab_size: int, length: int) -> npt.NDArray[np.int32]:

@@ -68,12 +68,45 @@ def attend(
 
     Source: Attention Is All You Need (arXiv 1706.03762), GQA (arXiv 2305.13245).
     """
+    return _attend(
+        query, jnp.moveaxis(key, 1, 0), jnp.moveaxis(value, 1, 0), visible, "gsd", accum_dtype
+    )
+
+
+def attend_cached(
+    query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array, *, accum_dtype: str
+) -> jax.Array:
+    """`attend` to keys and values that lie as both products read them.
+
+    Args:
+      query: [T, Hq, d] float.
+      key: [Hkv, d, S] float.
+      value: [Hkv, S, d] float.
+      visible: [T, S] bool, with at least one true in each row.
+      accum_dtype: dtype of scores and softmax.
+
+    Returns:
+      [T, Hq, d] in the dtype of `value`.
+
+    Source: as `attend`.
+    """
+    return _attend(query, key, value, visible, "gds", accum_dtype)
+
+
+def _attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    visible: jax.Array,
+    axes: str,
+    accum_dtype: str,
+) -> jax.Array:
     length, heads, dim = query.shape
-    groups = key.shape[1]
+    groups = len(key)
     # Heads first and a group's queries in one matrix: both products are then plain batched ones.
     query = jnp.moveaxis(query, 1, 0).reshape(groups, -1, dim)
-    key, value = jnp.moveaxis(key, 1, 0), jnp.moveaxis(value, 1, 0)
-    score = jnp.einsum("gmd,gsd->gms", query, key, preferred_element_type=jnp.dtype(accum_dtype))
+    dtype = jnp.dtype(accum_dtype)
+    score = jnp.einsum(f"gmd,{axes}->gms", query, key, preferred_element_type=dtype)
     score = score.reshape(heads, length, -1) * dim**-0.5
     weight = jax.nn.softmax(jnp.where(visible, score, -jnp.inf), axis=-1).astype(value.dtype)
     mixed = jnp.einsum("gms,gsd->gmd", weight.reshape(groups, heads // groups * length, -1), value)

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from trsi_jax.model.attention import attend
+from trsi_jax.model.attention import attend_cached
 from trsi_jax.model.config import ModelConfig
 from trsi_jax.model.decoder import AttentionLayer, GatedDeltaLayer, Params, bind, logits
 from trsi_jax.model.gated_delta import causal_conv, gated_delta_step
 from trsi_jax.model.layers import Embedding, RMSNorm
+from trsi_jax.model.noise import gumbel
 
 
 @partial(
@@ -35,8 +36,8 @@ class Cache:
     """What a block of slots remembers of the tokens that it read.
 
     Attributes:
-      key: [G, B, S, Hkv, d] rotated keys of the attention layers.
-      value: [G, B, S, Hkv, d].
+      key: [G, B, Hkv, d, S] rotated keys of the attention layers, as scores are made of them.
+      value: [G, B, Hkv, S, d].
       conv: a [G, B, K-1, C] for each linear layer of a group, its last convolution inputs.
       state: likewise [G, B, Hv, dk, dv], the recurrent states in the accumulation dtype.
       length: [B] int32, tokens read so far.
@@ -112,12 +113,12 @@ def init_cache(config: ModelConfig, rows: int, context: int) -> Cache:
             f"context {context} is outside 1..{config.max_position}, the positions of {config.name}"
         )
     groups, linear = config.num_groups, range(config.linear_per_group)
-    attention = (groups, rows, context, config.num_kv_heads, config.head_dim)
+    heads, dim = config.num_kv_heads, config.head_dim
     conv = (groups, rows, config.conv_width - 1, config.gdn_channels)
     state = (groups, rows, config.gdn_value_heads, config.gdn_key_dim, config.gdn_value_dim)
     return Cache(
-        key=jnp.zeros(attention, config.compute_dtype),
-        value=jnp.zeros(attention, config.compute_dtype),
+        key=jnp.zeros((groups, rows, heads, dim, context), config.compute_dtype),
+        value=jnp.zeros((groups, rows, heads, context, dim), config.compute_dtype),
         conv=tuple(jnp.zeros(conv, config.compute_dtype) for _ in linear),
         state=tuple(jnp.zeros(state, config.accum_dtype) for _ in linear),
         length=jnp.zeros((rows,), jnp.int32),
@@ -272,7 +273,7 @@ def decode_step(
     """
     rows = jnp.arange(token_ids.shape[0])
     position = cache.length
-    visible = jnp.arange(cache.key.shape[2])[None, :] <= position[:, None]
+    visible = jnp.arange(cache.key.shape[-1])[None, :] <= position[:, None]
 
     def linear_layer(
         x: jax.Array, tail: jax.Array, state: jax.Array, block: Any
@@ -280,7 +281,7 @@ def decode_step(
         mixer = block.mixer
         inputs, z, a, b = mixer.project(block.input_norm(x))
         window = jnp.concatenate([tail, inputs[:, None]], axis=1)
-        query, key, value = mixer.heads(jnp.sum(window * mixer.conv_weight(), axis=1))
+        query, key, value = mixer.heads(_convolved(window, mixer.conv_weight(), position))
         log_decay, beta = mixer.gates(a, b)
         repeat = config.gdn_value_heads // config.gdn_key_heads
         state, output = gated_delta_step(
@@ -299,18 +300,55 @@ def decode_step(
     ) -> tuple[jax.Array, Cache]:
         query, gate, key, value = block.mixer.project(block.input_norm(x), position)
         # An inactive row writes behind its length, where nothing is visible, or drops the write.
-        cache = replace(
-            cache,
-            key=cache.key.at[group, rows, position].set(key, mode="drop"),
-            value=cache.value.at[group, rows, position].set(value, mode="drop"),
-        )
-        mixed = jax.vmap(partial(attend, accum_dtype=config.accum_dtype))(
+        cache = _write(cache, group, rows, position, key, value)
+        mixed = jax.vmap(partial(attend_cached, accum_dtype=config.accum_dtype))(
             query[:, None], cache.key[group], cache.value[group], visible[:, None]
         )
         return block.mixer.finish(mixed[:, 0], gate), cache
 
     hidden, cache = _walk(config, params, cache, token_ids, linear_layer, attention_layer)
     return hidden, replace(cache, length=cache.length + active)
+
+
+def _convolved(window: jax.Array, weight: jax.Array, position: jax.Array) -> jax.Array:
+    """sum_k window_k weight_k by neighbours: [B, K, C], [K, C], [B] >= 0 -> [B, C].
+
+    The sum of `jnp.sum` to the last bit for four taps, without its call of a library, which takes
+    ten times as long on a CPU. There the compiler would fuse a product with an addition, and round
+    once; an integer zero that it can't see through, added to the bits, keeps them apart. And it
+    would compute the sum anew wherever it is read, but for a concatenation.
+    """
+    integer, wide = f"int{8 * window.dtype.itemsize}", jnp.promote_types(window.dtype, jnp.float32)
+    zero = jnp.minimum(position, 0).astype(integer)[:, None, None]
+    half = window.shape[-1] // 2
+    halves = []
+    for channels in (slice(half), slice(half, None)):
+        bits = lax.bitcast_convert_type(
+            window[..., channels] * weight[:, channels], jnp.dtype(integer)
+        )
+        product = lax.bitcast_convert_type(bits + zero, window.dtype).astype(wide)
+        terms = [product[:, tap] for tap in range(weight.shape[0])]
+        while len(terms) > 1:
+            pairs = zip(terms[::2], terms[1::2], strict=False)
+            terms = [a + b for a, b in pairs] + terms[len(terms) // 2 * 2 :]
+        halves.append(terms[0])
+    return jnp.concatenate(halves, axis=-1).astype(window.dtype)
+
+
+def _write(
+    cache: Cache,
+    group: Any,
+    rows: jax.Array,
+    position: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+) -> Cache:
+    """Put keys and values [..., Hkv, d] of `rows` at `position`; behind the context: nowhere."""
+    return replace(
+        cache,
+        key=cache.key.at[group, rows, :, :, position].set(key, mode="drop"),
+        value=cache.value.at[group, rows, :, position].set(value, mode="drop"),
+    )
 
 
 def _walk(
@@ -327,13 +365,10 @@ def _walk(
     `attention_mixer(x, cache, block, group)` gives what is added and the cache.
     """
 
-    def group(
-        carry: tuple[jax.Array, Cache], scanned: tuple[Any, Params]
-    ) -> tuple[tuple[jax.Array, Cache], None]:
-        (x, cache), (index, layers) = carry, scanned
+    def group(x: jax.Array, cache: Cache, index: Any, layers: Layers) -> tuple[jax.Array, Cache]:
+        gdn, attention = layers
         conv, state = list(cache.conv), list(cache.state)
-        for inner in range(config.linear_per_group):
-            layer = jax.tree.map(lambda leaf, i=inner: leaf[i], layers["gdn"])
+        for inner, layer in enumerate(gdn):
             block = bind(GatedDeltaLayer, config, layer)
             added, tail, after = linear_mixer(x, conv[inner][index], state[inner][index], block)
             x = x + added
@@ -341,20 +376,43 @@ def _walk(
             conv[inner] = conv[inner].at[index].set(tail)
             state[inner] = state[inner].at[index].set(after)
         cache = replace(cache, conv=tuple(conv), state=tuple(state))
-        block = bind(AttentionLayer, config, layers["attention"])
+        block = bind(AttentionLayer, config, attention)
         added, cache = attention_mixer(x, cache, block, index)
         x = x + added
-        return (x + block.mlp(block.post_norm(x)), cache), None
+        return x + block.mlp(block.post_norm(x)), cache
 
     x = bind(Embedding, config, params["embed"])(token_ids)
     if config.num_groups == 1:
-        layers = jax.tree.map(lambda leaf: leaf[0], params["groups"])
-        (x, cache), _ = group((x, cache), (0, layers))
+        x, cache = group(x, cache, 0, _apart(config, params)["groups"])
     else:
         indices = jnp.arange(config.num_groups)
-        (x, cache), _ = lax.scan(group, (x, cache), (indices, params["groups"]))
+        (x, cache), _ = lax.scan(
+            lambda carry, scanned: (group(*carry, scanned[0], _layers(config, scanned[1])), None),
+            (x, cache),
+            (indices, params["groups"]),
+        )
     hidden: jax.Array = bind(RMSNorm, config, params["final_norm"])(x)
     return hidden, cache
+
+
+Layers = tuple[tuple[Params, ...], Params]
+"""The linear layers of a group, and its attention layer."""
+
+
+def _layers(config: ModelConfig, group: Params) -> Layers:
+    gdn = [
+        jax.tree.map(lambda leaf, i=inner: leaf[i], group["gdn"])
+        for inner in range(config.linear_per_group)
+    ]
+    return tuple(gdn), group["attention"]
+
+
+def _apart(config: ModelConfig, params: Params) -> Params:
+    """With one group, its `Layers` instead of stacks: cut out before a loop, not at every step."""
+    groups = params["groups"]
+    if config.num_groups > 1 or isinstance(groups, tuple):
+        return params
+    return params | {"groups": _layers(config, jax.tree.map(lambda leaf: leaf[0], groups))}
 
 
 def prefill(
@@ -382,7 +440,7 @@ def prefill(
     Source: the `qwen3_5` architecture; Gated DeltaNet (arXiv 2412.06464), chunkwise form.
     """
     taken, read = np.asarray(lengths), np.asarray(cache.length)
-    width, context = token_ids.shape[1], cache.key.shape[2]
+    width, context = token_ids.shape[1], cache.key.shape[-1]
     for row, (more, before) in enumerate(zip(taken.tolist(), read.tolist(), strict=True)):
         if not 0 <= more <= width:
             raise ValueError(f"row {row} is to read {more} tokens of the {width} given")
@@ -400,7 +458,7 @@ def _prefill(
     config: ModelConfig, params: Params, cache: Cache, token_ids: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, Cache]:
     batch, width = token_ids.shape
-    context = cache.key.shape[2]
+    context = cache.key.shape[-1]
     offset = jnp.arange(width)
     real = offset < lengths[:, None]
     position = cache.length[:, None] + offset
@@ -437,12 +495,8 @@ def _prefill(
         x: jax.Array, cache: Cache, block: Any, group: Any
     ) -> tuple[jax.Array, Cache]:
         query, gate, key, value = block.mixer.project(block.input_norm(x), position)
-        cache = replace(
-            cache,
-            key=cache.key.at[group, rows[:, None], target].set(key, mode="drop"),
-            value=cache.value.at[group, rows[:, None], target].set(value, mode="drop"),
-        )
-        mixed = jax.vmap(partial(attend, accum_dtype=config.accum_dtype))(
+        cache = _write(cache, group, rows[:, None], target, key, value)
+        mixed = jax.vmap(partial(attend_cached, accum_dtype=config.accum_dtype))(
             query, cache.key[group], cache.value[group], visible
         )
         return block.mixer.finish(mixed, gate), cache
@@ -537,8 +591,7 @@ def sample(
         kept = jnp.zeros(scores.shape, bool).at[order].set(jnp.arange(scores.size) < count)
         off = (top_p >= 1) & (top_k <= 0)
         allowed = jnp.where(kept | off, logprob, -jnp.inf)
-    key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
-    noise = jax.random.gumbel(jax.random.fold_in(key, position), scores.shape)
+    noise = gumbel(key_data, position, scores.size)
     # argmax as two plain reductions: XLA's own of value and index is scalar code on a CPU and took
     # a sixth of a step. Behind the barrier both see the same numbers.
     score = lax.optimization_barrier(allowed + jnp.where(greedy, 0, noise))
@@ -578,6 +631,7 @@ def advance(
     """
     index = jnp.arange(rows.tokens.shape[0])
     rows = replace(rows, done=rows.done | halt)
+    params = _apart(config, params)
 
     def going(carry: tuple[jax.Array, Cache, Rows]) -> jax.Array:
         step, _, rows = carry

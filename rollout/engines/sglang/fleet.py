@@ -202,6 +202,7 @@ class SGLangFleet:
         self._snapshot: WeightSnapshot | None = None
         self._probe: snapshots.Probe | None = None
         self._reference: dict[str, str] | None = None
+        self._sums: _FileSums | None = None
         self._sessions: OrderedDict[str, _Slot] = OrderedDict()
         self._live: dict[str, _Job] = {}
         self._open = asyncio.Event()
@@ -621,15 +622,14 @@ class SGLangFleet:
         found = snapshots.read_manifest(directory)
         base = self._base if self._base is not None else found
         snapshots.compare(found, base, str(directory))
-        known = snapshot.manifest
-        if not known and (directory / snapshots.MANIFEST).is_file():
-            known = snapshots.open_snapshot(directory)[0].manifest
-        if not known or not all(spec.sha256 for spec in known.values()):
+        if (directory / snapshots.MANIFEST).is_file():
+            known = snapshot.manifest or snapshots.open_snapshot(directory)[0].manifest
+            snapshots.compare(found, known, str(directory))
+        else:
             # Not published by us: its numbers have not been looked at.
-            known = snapshots.examine(directory, base)
-        snapshots.compare(found, known, str(directory))
+            snapshots.examine(directory, base)
         self._base = dict(base)
-        return replace(snapshot, path=directory, manifest=known)
+        return replace(snapshot, path=directory, manifest=found)
 
     async def _bring(
         self,
@@ -646,6 +646,7 @@ class SGLangFleet:
             reason, given = "", False
             try:
                 try:
+                    files = await self._file_sums(slot, snapshot)
                     await server.pause()
                     await self._drain(slot)
                     given = True
@@ -654,7 +655,7 @@ class SGLangFleet:
                     )
                     await self._check_label(slot, snapshot.version)
                     if options.checksums:
-                        sums = await self._check_sums(slot, snapshot, reference)
+                        sums = await self._check_sums(slot, files, reference)
                 finally:
                     await server.resume()
                 await self._check_probe(slot, probe)
@@ -699,27 +700,41 @@ class SGLangFleet:
         if label != str(version):
             raise _Unverified(f"claims weights {label!r} after an update to {version}")
 
+    async def _file_sums(self, slot: _Slot, snapshot: WeightSnapshot) -> _FileSums | None:
+        """Begin to sum up the files as this server does, while it loads; None where it can't be.
+
+        On a CPU a server's checksum of a tensor is the beginning of the SHA-256 of its bytes. On
+        a GPU, or in another dtype than the files', checksums are only compared between servers.
+        """
+        info = await slot.server.info() if self._options.checksums else {}
+        dtype = _DTYPES.get(str(info.get("dtype"))) if info.get("device") == "cpu" else None
+        if dtype is None:
+            return None
+        known = self._sums
+        if known is None or known.snapshot is not snapshot or known.dtype != dtype:
+            known = self._sums = _FileSums(snapshot, dtype)
+        return known
+
     async def _check_sums(
-        self, slot: _Slot, snapshot: WeightSnapshot, reference: Mapping[str, str] | None
+        self,
+        slot: _Slot,
+        files: _FileSums | None,
+        reference: Mapping[str, str] | None,
     ) -> dict[str, str] | None:
         """Checksums of a server's tensors, against the files' and another server's.
 
-        A server without the route is not held to it. On a CPU its checksum of a tensor is the
-        beginning of the SHA-256 of the bytes. On a GPU, or in another dtype than the files', they
-        are only compared between servers.
+        A server without the route is not held to it.
         """
-        info = await slot.server.info()
-        comparable = _DTYPES.get(str(info.get("dtype"))) if info.get("device") == "cpu" else None
         try:
             sums = await slot.server.checksums(self._options.update_timeout_s)
         except ServerTrouble as error:
             if error.trouble is Trouble.REFUSED:
                 return None
             raise
-        if comparable is not None:
-            differing = await asyncio.to_thread(_differing, snapshot, sums, comparable)
-            if differing:
-                raise _Unverified(f"tensor {differing} differs from the file's")
+        expected = await files.of(sums) if files is not None else {}
+        for name, checksum in sums.items():
+            if name in expected and not expected[name].startswith(checksum):
+                raise _Unverified(f"tensor {name} differs from the file's")
         for name, checksum in (reference or {}).items():
             if sums.get(name) != checksum:
                 raise _Unverified(f"tensor {name} differs from another server's")
@@ -986,26 +1001,40 @@ def _rescaled(logprob: float, row: Sequence[float], temperature: float) -> float
     return logprob / temperature - top - math.log(math.fsum(math.exp(x - top) for x in scaled))
 
 
-def _differing(snapshot: WeightSnapshot, sums: Mapping[str, str], dtype: str) -> str:
-    """The first tensor of a server that isn't the files'; empty if there is none."""
-    for name, checksum in sums.items():
-        expected = _digest(snapshot, name, dtype)
-        if expected and not expected.startswith(checksum):
-            return name
-    return ""
+class _FileSums:
+    """SHA-256 of a snapshot's tensors, begun in a thread before anybody asks."""
+
+    def __init__(self, snapshot: WeightSnapshot, dtype: str) -> None:
+        self.snapshot = snapshot
+        self.dtype = dtype
+        held = dict(_fused(name, snapshot.manifest) for name in snapshot.manifest)
+        self._begun = asyncio.create_task(asyncio.to_thread(self._sum, held))
+
+    async def of(self, names: Collection[str]) -> Mapping[str, str]:
+        """By a server's names of its tensors; those that the files lack are left out."""
+        known = await asyncio.shield(self._begun)
+        apart = {name: (name,) for name in names if name in self.snapshot.manifest.keys() - known}
+        return known | await asyncio.to_thread(self._sum, apart) if apart else known
+
+    def _sum(self, held: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+        path, specs = self.snapshot.path, self.snapshot.manifest
+        assert path is not None
+        groups = {
+            name: parts
+            for name, parts in held.items()
+            if all(specs[part].dtype == self.dtype for part in parts)
+        }
+        return dict(zip(groups, snapshots.digests(path, groups.values()), strict=True))
 
 
-def _digest(snapshot: WeightSnapshot, name: str, dtype: str) -> str:
-    """SHA-256 of a server's tensor as the files have it; empty where they have no such one."""
-    spec = snapshot.manifest.get(name)
-    if spec is not None:
-        return spec.sha256 if spec.dtype == dtype else ""
+def _fused(name: str, specs: Mapping[str, TensorSpec]) -> tuple[str, tuple[str, ...]]:
+    """The tensor of a server that holds this one of the files, and all that it holds."""
     for fused, parts in _FUSED.items():
-        names = [name.replace(fused, part) for part in parts]
-        specs = [snapshot.manifest.get(part) for part in names]
-        if fused in name and all(spec and spec.dtype == dtype for spec in specs) and snapshot.path:
-            return snapshots.digest_of(snapshot.path, names)
-    return ""
+        for part in parts:
+            names = tuple(name.replace(part, other) for other in parts)
+            if part in name and all(other in specs for other in names):
+                return name.replace(part, fused), names
+    return name, (name,)
 
 
 def _probe_of(snapshot: WeightSnapshot) -> snapshots.Probe | None:

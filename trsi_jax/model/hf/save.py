@@ -50,7 +50,6 @@ def save_params(
     base: Path | None = None,
     dtype: str = "BF16",
     shard_bytes: int = 5_000_000_000,
-    on_write: Callable[[str, Bits], None] | None = None,
 ) -> Path:
     """Write a Hugging Face directory that holds `params`.
 
@@ -69,8 +68,6 @@ def save_params(
       base: directory that `params` descend from.
       dtype: without a base, storage dtype of every tensor: "BF16", "F16", "F32" or "F64".
       shard_bytes: without a base, most bytes of weights in one file.
-      on_write: called with a tensor's name and each run of its bytes, in order, on the process
-        that writes; the run is not changed afterwards.
 
     Returns:
       `directory`.
@@ -82,7 +79,7 @@ def save_params(
     if directory.exists():
         raise UserError(f"{directory} exists already; an export makes a new directory")
     leaves = names.flatten(params)
-    _check_params(config, leaves)
+    check_params(config, params)
     if base is not None:
         checkpoint = open_checkpoint(base)
         trained = match(checkpoint, config, read_description(base)).trained
@@ -104,7 +101,6 @@ def save_params(
             _write_shard(
                 *(partial_directory, shard, trained, leaves, base, pool),
                 writing=writing,
-                on_write=on_write,
             )
         if writing:
             if base is not None:
@@ -121,7 +117,13 @@ def save_params(
     return directory
 
 
-def _check_params(config: ModelConfig, leaves: dict[names.Path, Any]) -> None:
+def check_params(config: ModelConfig, params: Params) -> None:
+    """Hold a tree to `init_params`.
+
+    Raises:
+      UserError: names the first parameter that is missing, of another shape, or extra.
+    """
+    leaves = names.flatten(params)
     expected = names.flatten(abstract_params(config))
     for path, leaf in expected.items():
         if path not in leaves:
@@ -145,7 +147,6 @@ def _write_shard(
     pool: ThreadPoolExecutor,
     *,
     writing: bool,
-    on_write: Callable[[str, Bits], None] | None,
 ) -> None:
     target = (directory / shard.name).open("wb") if writing else None
     source = (base / shard.name).open("rb") if base is not None and writing else None
@@ -159,13 +160,9 @@ def _write_shard(
                     for block in _ahead(pool, _rows(numbers, part, stored, directory)):
                         if target is not None:
                             target.write(block.data)
-                            if on_write is not None:
-                                on_write(stored.name, block)
             elif source is not None and target is not None:
                 source.seek(stored.start)
-                for run in _copy_bytes(source, target, stored.stop - stored.start):
-                    if on_write is not None:
-                        on_write(stored.name, np.frombuffer(run, np.uint8))
+                _copy_bytes(source, target, stored.stop - stored.start)
         if target is not None and target.tell() != shard.tensors[-1].stop:
             raise RuntimeError(f"{shard.name}: wrote {target.tell()} bytes")
     finally:
@@ -238,8 +235,7 @@ def _rows(
 
     def make(start: int, stop: int) -> Bits:
         if part.in_shape:
-            block = np.empty((stop - start, width), bits.dtype)
-            transpose_into(block, bits[:, start:stop])
+            block = _turned(bits[:, start:stop])
         else:
             block = np.ascontiguousarray(bits[start:stop])
         if not finite(block, stored.dtype):
@@ -253,14 +249,31 @@ def _rows(
         yield partial(make, start, stop)
 
 
-def _copy_bytes(source: BinaryIO, target: BinaryIO, count: int) -> Iterator[bytes]:
-    """Copy, giving what was copied."""
+def _turned(source: Bits) -> Bits:
+    """The transpose of a 2-D array with its rows one behind the other."""
+    host = _host()
+    if host is not None and source.itemsize <= 4:  # JAX would narrow wider words.
+        # XLA's copy from the host is three to seven times as fast as numpy's.
+        return np.asarray(jax.device_put(source.T, host))
+    target = np.empty(source.shape[::-1], source.dtype)
+    transpose_into(target, source)
+    return target
+
+
+@lru_cache(maxsize=1)
+def _host() -> jax.Device | None:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+
+
+def _copy_bytes(source: BinaryIO, target: BinaryIO, count: int) -> None:
     while count:
         block = source.read(min(count, _COPY_BYTES))
         if not block:
             raise UserError(f"{source.name}: cut off while it was copied")
         target.write(block)
-        yield block
         count -= len(block)
 
 
