@@ -102,7 +102,6 @@ def tb_gae_compacted(
     g, l_out = (jnp.asarray(x, dtype) for x in (gamma, lam))
     end_b = jax.lax.stop_gradient(jnp.asarray(bootstrap_b, dtype))
     row = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
-    last_b = reward_nb[-1] + g * end_b
 
     def back(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         total_nb, later = state
@@ -120,7 +119,8 @@ def tb_gae_compacted(
     # The returns take the rewards' place, and values and starts are read one row on: no column is
     # shifted or cleared beforehand. Padding comes last, so it may spoil what is carried; only its
     # output is blanked.
-    start = (reward_nb.at[-1].set(last_b), last_b)
+    total_nb = reward_nb.at[-1].add(g * end_b)
+    start = (total_nb, total_nb[-1])
     return_nb, _ = jax.lax.fori_loop(0, reward_nb.shape[0] - 1, back, start)
     advantage_nb = jnp.where(acted_nb, return_nb - value_nb, 0.0)
     return advantage_nb, jnp.where(acted_nb, return_nb, 0.0)

@@ -1,4 +1,4 @@
-"""The simulator's critic: a small network on what an observer of the transcript could know."""
+"""The simulator's critic: two layers on what an observer of the transcript could know."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from trsi_jax.lab.simulator import TOKENS, Episodes, World
 
 UNITS = 48
+"""Width of the hidden layer."""
 
 Critic = dict[str, jax.Array]
 
@@ -27,10 +28,10 @@ class Features(NamedTuple):
 
 
 def features(world: World, episodes: Episodes) -> Features:
-    """Turn, index, cues and decisions so far, the token before, and whether this is a log.
+    """Turn and index as fractions, cues and decisions so far, the token before, whether a log.
 
     Returns:
-      `Features` with F = 4 K + m + TOKENS + 3.
+      `Features` with F = (1 + TOKENS) (K + 1) + 3.
     """
     k, m = world.turns, world.tokens
     batch = episodes.cue.shape[0]
@@ -44,11 +45,13 @@ def features(world: World, episodes: Episodes) -> Features:
     known = (turn[None, None, :] < turn[:, None, None]) | (
         (turn[None, None, :] == turn[:, None, None]) & (index[None, :, None] > world.decision)
     )
-    taken = [jnp.where(known[None], (decision == c)[:, None, None, :], False) for c in (0, 1)]
+    taken = [
+        jnp.where(known[None], (decision == c)[:, None, None, :], False) for c in range(TOKENS)
+    ]
     before = jnp.pad(episodes.token[:, :, :-1], ((0, 0), (0, 0), (1, 1)), constant_values=TOKENS)
     parts = [
-        jnp.broadcast_to(jax.nn.one_hot(turn, k)[None, :, None], (*shape, k)),
-        jnp.broadcast_to(jax.nn.one_hot(index, m + 1)[None, None], (*shape, m + 1)),
+        jnp.broadcast_to((turn / k)[None, :, None, None], (*shape, 1)),
+        jnp.broadcast_to((index / m)[None, None, :, None], (*shape, 1)),
         jnp.broadcast_to(cue[:, :, None, :], (*shape, k)),
         *(jnp.broadcast_to(x, (*shape, k)).astype(jnp.float32) for x in taken),
         jax.nn.one_hot(before, TOKENS + 1),
@@ -60,21 +63,17 @@ def features(world: World, episodes: Episodes) -> Features:
 
 def initial_critic(world: World, key: jax.Array) -> Critic:
     """Weights scaled by fan-in, and a head of zeros: the first value is 0 everywhere."""
-    width = 4 * world.turns + world.tokens + TOKENS + 3
-    k1, k2 = jax.random.split(key)
+    width = (1 + TOKENS) * (world.turns + 1) + 3
     return {
-        "w1": jax.random.normal(k1, (width, UNITS)) / jnp.sqrt(width),
+        "w1": jax.random.normal(key, (width, UNITS)) / jnp.sqrt(width),
         "b1": jnp.zeros(UNITS),
-        "w2": jax.random.normal(k2, (UNITS, UNITS)) / jnp.sqrt(UNITS),
-        "b2": jnp.zeros(UNITS),
-        "w3": jnp.zeros(UNITS),
-        "b3": jnp.zeros(()),
+        "w2": jnp.zeros(UNITS),
+        "b2": jnp.zeros(()),
     }
 
 
 def value_of(critic: Critic, x: jax.Array) -> jax.Array:
-    """Values [...] of features [..., F]."""
+    """Values [...] of features [..., F]: w2 tanh(w1 x + b1) + b2."""
     # As one matrix: with more axes, XLA's CPU compiler takes twice as long for a step.
     hidden = jnp.tanh(x.reshape(-1, x.shape[-1]) @ critic["w1"] + critic["b1"])
-    hidden = jnp.tanh(hidden @ critic["w2"] + critic["b2"])
-    return (hidden @ critic["w3"] + critic["b3"]).reshape(x.shape[:-1])
+    return (hidden @ critic["w2"] + critic["b2"]).reshape(x.shape[:-1])
