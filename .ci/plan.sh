@@ -56,4 +56,4 @@ print(
 )
 PY
 # Last and alone, because it compares times.
-XLA_FLAGS= timeout 300 "$python" benchmarks/logprob.py --check --rounds 2
+XLA_FLAGS= timeout 900 "$python" benchmarks/logprob.py --check --rounds 2
