@@ -27,7 +27,7 @@ from typing import Any
 
 DEVICES = 8
 TOLERANCE = {"float32": 1e-5, "float64": 1e-9}
-ROWS, LENGTH, VOCAB, CHUNK, BLOCK = 16, 48, 72, 4, 12
+ROWS, LENGTH, VOCAB, CHUNK, BLOCK, COLUMNS = 16, 48, 72, 4, 12, 8
 EMPTY_ROWS = (2, 3)
 RATE = 1e-2
 STEPS = ("sft", "critic", "actor", "ppo")
@@ -186,7 +186,7 @@ def compare(
     batch = packed_rows(dtype)
     actor, critic = initial_states(dtype)
     made = ShardedSteps(
-        ShardedModel(model_config(dtype), make_mesh(axes), CHUNK, BLOCK),
+        ShardedModel(model_config(dtype), make_mesh(axes), CHUNK, BLOCK, COLUMNS),
         optimizer(),
         micro_batches=micro_batches,
         clip=0.2,

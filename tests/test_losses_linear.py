@@ -53,6 +53,33 @@ def test_logprob_and_entropy_equal_naive(shape, chunk, temperature):
         np.testing.assert_allclose(x, y, atol=3e-5)
 
 
+@pytest.mark.parametrize(
+    ("shape", "chunk", "vocab", "columns"),
+    [((T,), 512, 28, 15), ((3, T), 4, 28, 7), ((T,), 4, 28, 4), ((T,), 4, 29, 15)],
+)
+@pytest.mark.parametrize("parts", [(1, 1), (1, 0), (0, 1)])
+def test_the_gradient_by_blocks_of_columns_is_the_whole_one(shape, chunk, vocab, columns, parts):
+    # 28 columns in blocks of 14, 7 and 4; 29 have no divisor but 1, and are taken at once.
+    hidden, kernel, target, weight = inputs(shape)
+    kernel, target = kernel[:, :vocab], target % vocab
+
+    def loss(columns, hidden, kernel):
+        logprob, entropy = linear_logprob(
+            hidden, kernel, target, temperature=0.7, chunk=chunk, columns=columns
+        )
+        # What the loss does not depend on has no cotangent, and must leave none behind.
+        terms = (weight * logprob, jnp.cos(weight) * entropy)
+        return sum(jnp.sum(term) for term, read in zip(terms, parts, strict=True) if read)
+
+    for got, want in zip(
+        jax.jit(jax.grad(functools.partial(loss, columns), (0, 1)))(hidden, kernel),
+        jax.grad(functools.partial(loss, vocab), argnums=(0, 1))(hidden, kernel),
+        strict=True,
+    ):
+        assert float(jnp.max(jnp.abs(want))) > 1e-2
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 @pytest.mark.parametrize("chunk", [4, 512])
 @pytest.mark.parametrize("shape", [(T,), (3, T)])
 def test_cross_entropy_equals_naive(shape, chunk):
@@ -119,15 +146,16 @@ def test_logits_of_any_size_stay_finite():
         assert np.all(out[0][1][1] >= 0)
 
 
+@pytest.mark.parametrize("columns", [7, 4096])
 @pytest.mark.parametrize("chunk", [4, 512])
-def test_a_masked_token_reaches_neither_head_nor_loss(chunk):
+def test_a_masked_token_reaches_neither_head_nor_loss(chunk, columns):
     hidden, kernel, target, weight = inputs()
     mask = jnp.arange(T) % 3 != 0
     broken = jnp.where(mask[:, None], hidden, jnp.nan)
     ids = jnp.where(mask, target, -1)
 
     def two(hidden, kernel):
-        logprob, entropy = linear_logprob(hidden, kernel, ids, chunk=chunk)
+        logprob, entropy = linear_logprob(hidden, kernel, ids, chunk=chunk, columns=columns)
         return jnp.sum(jnp.where(mask, weight * logprob + entropy, 0.0))
 
     def one(hidden, kernel):
@@ -142,9 +170,10 @@ def test_a_masked_token_reaches_neither_head_nor_loss(chunk):
             np.testing.assert_allclose(x, y, atol=1e-6)
 
 
-def test_no_array_of_all_tokens_by_vocabulary_is_made():
+@pytest.mark.parametrize(("vocab", "columns"), [(1031, 4096), (1032, 129)])
+def test_no_array_of_all_tokens_by_vocabulary_is_made(vocab, columns):
     """The compiled programs hold one chunk's logits, and no more temporaries for a longer row."""
-    vocab, chunk = 1031, 32
+    chunk = 32
     kernel = jax.ShapeDtypeStruct((D, vocab), jnp.float32)
 
     def programs(length):
@@ -152,7 +181,10 @@ def test_no_array_of_all_tokens_by_vocabulary_is_made():
         ids = jax.ShapeDtypeStruct((length,), jnp.int32)
         weight = jax.ShapeDtypeStruct((length,), jnp.float32)
         recompute = jax.grad(
-            lambda h, k, y: sum(map(jnp.sum, linear_logprob(h, k, y, chunk=chunk))), (0, 1)
+            lambda h, k, y: sum(
+                map(jnp.sum, linear_logprob(h, k, y, chunk=chunk, columns=columns))
+            ),
+            (0, 1),
         )
         fused = jax.value_and_grad(
             lambda h, k, y, w: linear_cross_entropy(h, k, y, w, chunk=chunk), (0, 1)
@@ -160,12 +192,13 @@ def test_no_array_of_all_tokens_by_vocabulary_is_made():
         yield jax.jit(recompute).lower(hidden, kernel, ids).compile()
         yield jax.jit(fused).lower(hidden, kernel, ids, weight).compile()
 
-    for short, long in zip(programs(128), programs(512), strict=True):
-        assert f"512,{vocab}]" not in long.as_text()
+    # The shorter one is long enough for a whole run of chunks by a block of columns.
+    for short, long in zip(programs(256), programs(1024), strict=True):
+        assert f"1024,{vocab}]" not in long.as_text()
         assert f"{chunk},{vocab}]" in long.as_text()
         bytes_short, bytes_long = (p.memory_analysis().temp_size_in_bytes for p in (short, long))
-        # What grows is linear in T x D; all logits would add 384 x 1031 x 4 bytes.
-        assert bytes_long - bytes_short < 384 * (4 * D + 16) * 4
+        # What grows is linear in T x D; all logits would add 768 x 1031 x 4 bytes.
+        assert bytes_long - bytes_short < 768 * (4 * D + 16) * 4
 
 
 @pytest.mark.parametrize(
@@ -174,6 +207,7 @@ def test_no_array_of_all_tokens_by_vocabulary_is_made():
         ({"hidden": jnp.zeros((T, D + 1))}, "does not fit kernel"),
         ({"target": jnp.zeros((T + 1,), jnp.int32)}, "does not fit hidden"),
         ({"chunk": 0}, "chunk must be >= 1, got 0"),
+        ({"columns": 0}, "columns must be >= 1, got 0"),
         ({"temperature": 0.0}, "temperature must be > 0, got 0.0"),
     ],
 )

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from jax.sharding import PartitionSpec
 
+from sharding.rules import Rule
 from trsi_jax import config
 from trsi_jax.cli.main import call
+from trsi_jax.steps import sharded_forward
 from trsi_jax.steps.plan import plan
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -91,13 +94,40 @@ def test_a_step_counts_the_network_that_it_trains(capsys):
             ["-o", "sharding.fsdp=4", "-o", "sharding.tensor=16"],
             "'tensor' of 16 does not divide 24",
         ),
+        (
+            # 3 divides the rows of a micro-batch and the MLP's channels, but not the hidden size.
+            [
+                *("--topology", "cpu:3", "-o", "packing.rows=12"),
+                *("-o", "sharding.fsdp=3", "-o", "sharding.tensor=1"),
+            ],
+            "embed/embedding: dimension 1 of [248320, 5120] is not divisible by fsdp 3 x sequence",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(arguments, message, capsys):
     assert call(["plan", str(V5P), "--no-compile", *arguments]) == 2
     said = capsys.readouterr().err
     assert message in said
-    assert "Traceback" not in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rules: rules[1:], "no sharding rule matches params/embed/embedding [248320, 5120]"),
+        (
+            lambda rules: (*rules, Rule("embedding", PartitionSpec())),
+            "2 sharding rules match params/embed/embedding: 'embed/embedding', 'embedding'",
+        ),
+    ],
+)
+def test_a_wrong_rule_table_is_one_line_that_names_the_leaf(change, message, monkeypatch, capsys):
+    made = sharded_forward.decoder_rules
+    monkeypatch.setattr(sharded_forward, "decoder_rules", lambda **sizes: change(made(**sizes)))
+    assert call(["plan", str(V5P), "--no-compile"]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.splitlines()) == 1
 
 
 def test_a_config_without_a_layout_needs_a_topology(capsys):

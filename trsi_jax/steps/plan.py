@@ -371,6 +371,8 @@ def _devices(target: Topology) -> list[Any]:
     # No metadata server to ask, and another process may have the library open: nothing is run.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    # A program for absent devices goes into JAX's cache, tens of megabytes, and is never read back.
+    jax.config.update("jax_enable_compilation_cache", False)
     found = topologies.get_topology_desc(platform="tpu", topology_name=target.name)
     return list(found.devices)
 

@@ -26,7 +26,7 @@ from sharding.layouts import FSDP, ROWS, decoder_rules
 from sharding.mesh import AXES, vary_like, vary_over
 from sharding.rules import axes_of, specs
 from trsi_jax import model
-from trsi_jax.losses.linear import CHUNK, linear_cross_entropy, linear_logprob
+from trsi_jax.losses.linear import CHUNK, COLUMNS, linear_cross_entropy, linear_logprob
 from trsi_jax.model.blockwise import BLOCK as ATTEND_BLOCK
 from trsi_jax.model.blockwise import attend_blockwise, longest_divisor
 from trsi_jax.model.decoder import AttentionLayer, GatedDeltaLayer, bind
@@ -48,12 +48,14 @@ class ShardedModel:
       mesh: of `sharding.mesh.make_mesh`; without devices it does for shapes and specs.
       chunk: tokens of one row a chunk of the linear head.
       block: longest run of a row's tokens that a mixer works on at a time.
+      columns: of the linear head that its backward pass of PPO takes at a time, at most.
     """
 
     config: model.ModelConfig
     mesh: Mesh | AbstractMesh
     chunk: int = CHUNK
     block: int = BLOCK
+    columns: int = COLUMNS
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -145,7 +147,13 @@ def logprobs(
     def head(hidden: jax.Array, params: Any, target: jax.Array) -> tuple[jax.Array, jax.Array]:
         kernel = _head(sharded, params, spec)
         return linear_logprob(
-            hidden, kernel, target, temperature=temperature, chunk=sharded.chunk, axis_name="tensor"
+            hidden,
+            kernel,
+            target,
+            temperature=temperature,
+            chunk=sharded.chunk,
+            columns=sharded.columns,
+            axis_name="tensor",
         )
 
     spec = sharded.specs(params)

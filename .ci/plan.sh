@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # The sharded steps on eight devices and in two processes, the fused head, and a 27B step for a TPU.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-bin=${VENV:-.venv}/bin
+venv=${VENV:-.venv}
+VENV=$venv sh requirements/install.sh test
+bin=$venv/bin
 python=$bin/python
 cache=.cache/plan-ci
 # The TPU compiler that belongs to the installed jax; beside the environment, which has all else.
@@ -24,11 +26,11 @@ log=$(mktemp -d)
 compiler=
 trap '[ -z "$compiler" ] || kill "$compiler" 2>/dev/null || true; rm -rf "$log"' EXIT
 # One core for the TPU's compiler, the others meanwhile for the rest; docs/plan.md has the PPO steps.
-PYTHONPATH=$PWD:$PWD/$cache XLA_FLAGS= timeout 900 "$bin/trsi" plan \
+PYTHONPATH=$PWD:$PWD/$cache XLA_FLAGS= timeout 1800 "$bin/trsi" plan \
   configs/qwen3_8_27b_v5p64.toml --step sft --json >"$log/plan.json" 2>"$log/plan.err" &
 compiler=$!
 
-small() { XLA_FLAGS=$quick timeout 900 "$python" -m tests.sharded "$@"; }
+small() { XLA_FLAGS=$quick timeout 1800 "$python" -m tests.sharded "$@"; }
 small --step sft --step ppo
 small --step sft --step ppo --float64 --mesh fsdp=2,tensor=2,sequence=2
 small --step sft --processes 2 --mesh fsdp=2,tensor=2,sequence=2 2>&1 | grep --invert-match '^\[Gloo\]'
@@ -54,4 +56,4 @@ print(
 )
 PY
 # Last and alone, because it compares times.
-XLA_FLAGS= timeout 300 "$python" benchmarks/logprob.py --check --rounds 2
+XLA_FLAGS= timeout 900 "$python" benchmarks/logprob.py --check --rounds 2
