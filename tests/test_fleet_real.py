@@ -38,7 +38,8 @@ from tests.engine_contract import EngineContract, Open, Subject, ask
 from tests.fault_proxy import Call, FaultProxy, Reply
 from trsi_jax.publish import publish
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+# One test starts a server twice; the rest of this is spare for a loaded machine.
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(3 * real.START_S)]
 
 WEIGHTS = (0, 1)
 """Seeds of the two sets of parameters."""
