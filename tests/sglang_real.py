@@ -21,9 +21,13 @@ PYTHON = "TRSI_SGLANG_PYTHON"
 """Names the interpreter of the servers' environment; without it their tests are skipped."""
 REQUIRED = "TRSI_REQUIRE_SGLANG"
 """Set where they must run."""
-START_S = 240.0
+URL = "TRSI_SGLANG_URL"
+"""Of a running server of `DENSE` in float32 with a context of `CONTEXT`; without it tests start
+one."""
+START_S = 600.0
 
 CONTEXT = 512
+FLAGS = ("--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "16")
 DENSE = ModelConfig(
     name="dense-tiny",
     vocab_size=320,
@@ -57,7 +61,7 @@ def interpreter() -> str:
     python = os.environ.get(PYTHON, "")
     if python:
         return python
-    reason = f"{PYTHON} names no interpreter; bash .ci/unproven/fleet.sh makes one"
+    reason = f"{PYTHON} names no interpreter; bash .ci/fleet.sh makes one"
     if os.environ.get(REQUIRED):
         pytest.fail(reason)
     pytest.skip(reason)
@@ -77,10 +81,7 @@ def spec(model: Path, port: int, *, weights: Path | None = None) -> ServerSpec:
         context_len=CONTEXT,
         weights=str(weights) if weights else "",
         cpu=True,
-        flags=(
-            *("--dtype", "float32", "--max-total-tokens", "8192"),
-            *("--max-running-requests", "16"),
-        ),
+        flags=FLAGS,
     )
 
 

@@ -296,7 +296,7 @@ def decode_step(
         return mixer.finish(output, z), tail, state
 
     def attention_layer(
-        x: jax.Array, cache: Cache, block: Any, group: Any
+        x: jax.Array, cache: Cache, block: Any, group: tuple[Any, ...]
     ) -> tuple[jax.Array, Cache]:
         query, gate, key, value = block.mixer.project(block.input_norm(x), position)
         # An inactive row writes behind its length, where nothing is visible, or drops the write.
@@ -337,7 +337,7 @@ def _convolved(window: jax.Array, weight: jax.Array, position: jax.Array) -> jax
 
 def _write(
     cache: Cache,
-    group: Any,
+    group: tuple[Any, ...],
     rows: jax.Array,
     position: jax.Array,
     key: jax.Array,
@@ -346,8 +346,8 @@ def _write(
     """Put keys and values [..., Hkv, d] of `rows` at `position`; behind the context: nowhere."""
     return replace(
         cache,
-        key=cache.key.at[group, rows, :, :, position].set(key, mode="drop"),
-        value=cache.value.at[group, rows, :, position].set(value, mode="drop"),
+        key=cache.key.at[*group, rows, :, :, position].set(key, mode="drop"),
+        value=cache.value.at[*group, rows, :, position].set(value, mode="drop"),
     )
 
 
@@ -361,11 +361,16 @@ def _walk(
 ) -> tuple[jax.Array, Cache]:
     """Embedding, every layer with its part of the cache, final norm; the length stays.
 
+    With one group, the cache may be that of `_ungrouped`.
+
     `linear_mixer(x, tail, state, block)` gives what is added, the tail and the state;
-    `attention_mixer(x, cache, block, group)` gives what is added and the cache.
+    `attention_mixer(x, cache, block, group)` gives what is added and the cache, of which `group` is
+    the index of the first axis, if that is there.
     """
 
-    def group(x: jax.Array, cache: Cache, index: Any, layers: Layers) -> tuple[jax.Array, Cache]:
+    def group(
+        x: jax.Array, cache: Cache, index: tuple[Any, ...], layers: Layers
+    ) -> tuple[jax.Array, Cache]:
         gdn, attention = layers
         conv, state = list(cache.conv), list(cache.state)
         for inner, layer in enumerate(gdn):
@@ -383,14 +388,16 @@ def _walk(
 
     x = bind(Embedding, config, params["embed"])(token_ids)
     if config.num_groups == 1:
-        x, cache = group(x, cache, 0, _apart(config, params)["groups"])
+        kept = cache
+        x, cache = group(x, _ungrouped(config, cache), (), _apart(config, params)["groups"])
+        cache = _like(kept, cache)
     else:
+
+        def scanned(carry: tuple[jax.Array, Cache], each: Any) -> tuple[Any, None]:
+            return group(*carry, (each[0],), _layers(config, each[1])), None
+
         indices = jnp.arange(config.num_groups)
-        (x, cache), _ = lax.scan(
-            lambda carry, scanned: (group(*carry, scanned[0], _layers(config, scanned[1])), None),
-            (x, cache),
-            (indices, params["groups"]),
-        )
+        (x, cache), _ = lax.scan(scanned, (x, cache), (indices, params["groups"]))
     hidden: jax.Array = bind(RMSNorm, config, params["final_norm"])(x)
     return hidden, cache
 
@@ -413,6 +420,21 @@ def _apart(config: ModelConfig, params: Params) -> Params:
     if config.num_groups > 1 or isinstance(groups, tuple):
         return params
     return params | {"groups": _layers(config, jax.tree.map(lambda leaf: leaf[0], groups))}
+
+
+def _ungrouped(config: ModelConfig, cache: Cache) -> Cache:
+    """With one group, without the axis of groups: in a loop XLA updates such arrays in place."""
+    if config.num_groups > 1 or cache.key.ndim == 4:
+        return cache
+    arrays = replace(cache, length=cache.length[None])
+    ungrouped: Cache = jax.tree.map(lambda leaf: leaf[0], arrays)
+    return ungrouped
+
+
+def _like(kept: Cache, cache: Cache) -> Cache:
+    """A cache with the axis of groups where `kept` has one."""
+    shaped: Cache = jax.tree.map(lambda one, leaf: leaf.reshape(one.shape), kept, cache)
+    return shaped
 
 
 def prefill(
@@ -492,7 +514,7 @@ def _prefill(
         return mixer.finish(output, z), window[rows[:, None], last], state
 
     def attention_layer(
-        x: jax.Array, cache: Cache, block: Any, group: Any
+        x: jax.Array, cache: Cache, block: Any, group: tuple[Any, ...]
     ) -> tuple[jax.Array, Cache]:
         query, gate, key, value = block.mixer.project(block.input_norm(x), position)
         cache = _write(cache, group, rows[:, None], target, key, value)
@@ -632,6 +654,7 @@ def advance(
     index = jnp.arange(rows.tokens.shape[0])
     rows = replace(rows, done=rows.done | halt)
     params = _apart(config, params)
+    kept, cache = cache, _ungrouped(config, cache)
 
     def going(carry: tuple[jax.Array, Cache, Rows]) -> jax.Array:
         step, _, rows = carry
@@ -666,4 +689,4 @@ def advance(
         return step + 1, cache, rows
 
     _, cache, rows = lax.while_loop(going, body, (jnp.zeros((), jnp.int32), cache, rows))
-    return cache, rows
+    return _like(kept, cache), rows

@@ -5,12 +5,17 @@ sglang 0.5.23 imports two native pieces that have no CPU build in the package in
 neither. Here the imports succeed, with stand-ins that raise when called, and then sglang's own
 launcher runs unchanged: scheduler, radix cache, model, sampler and HTTP layer are the real ones.
 
+Of sglang's 250 modules of models only those of dense Qwen3 are read, which is most of its start.
+
 A script and not a module to import: child processes run its top level again, and need it.
 """
 
 import importlib.machinery
+import importlib.util
+import os
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +56,11 @@ for _suffix in ("", ".kvcacheio", ".utils", ".scalar_type", ".flash_attn", ".qua
     _module.__spec__ = importlib.machinery.ModuleSpec(_name, None, is_package=True)
     _module.__dict__["__version__"] = "0.4.10"
     sys.modules[_name] = _module
+
+_sglang = importlib.util.find_spec("sglang")
+for _folder in (_sglang and _sglang.submodule_search_locations) or ():
+    _models = {_path.stem for _path in Path(_folder, "srt", "models").glob("*.py")}
+    os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(_models - {"qwen3"})))
 
 if __name__ == "__main__":
     import runpy

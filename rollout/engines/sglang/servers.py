@@ -25,6 +25,8 @@ from rollout.errors import EngineError, UserError
 _CPU_LAUNCH = Path(__file__).with_name("cpu_launch.py")
 _CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    # An idle scheduler would spin on a core that others could use.
+    "--sleep-on-idle",
 )
 _STOP_S = 20.0
 
