@@ -28,6 +28,12 @@ _CPU_FLAGS = (
     # An idle scheduler would spin on a core that others could use.
     "--sleep-on-idle",
 )
+_CPU_ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # A server that crashed would wait 65 s for a GPU to settle and its core to be dumped.
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+}
 _STOP_S = 20.0
 
 
@@ -101,7 +107,7 @@ def launch(spec: ServerSpec, log: Path) -> subprocess.Popen[bytes]:
     for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
         environment.pop(name, None)
     if spec.cpu:
-        environment |= {"SGLANG_USE_CPU_ENGINE": "1"}
+        environment |= _CPU_ENVIRONMENT
         environment.setdefault("OMP_NUM_THREADS", "1")
     with log.open("ab") as output:
         return subprocess.Popen(
