@@ -317,11 +317,10 @@ def test_a_pair_of_servers_one_killed_one_stale_one_fed_bad_weights(
                 began = time.monotonic()
                 with pytest.raises(SnapshotRefused, match="was lost with it"):
                     await fleet.update_weights(world.snapshot(1, version + 1))
-                # How long a server takes to die of them is its own affair, up to the time-out.
                 died, ended = updates[-1], time.monotonic()
                 print(f"deadly weights: gone after {died - began:.1f} s,", end=" ")
                 print(f"refused {ended - died:.1f} s later")
-                assert died - began < OPTIONS.update_timeout_s
+                assert ended - began < 60
                 assert ended - died < longest(1, looks=3)
                 assert set(await asyncio.gather(*start("survivor", 4))) == {1}
                 assert await state(fleet, server) is EngineState.READY
