@@ -28,7 +28,7 @@ from safetensors.flax import load_file, save_file
 from rollout.errors import UserError
 from tests import reference
 from trsi_jax.model import ModelConfig, init_params, load_params, preset, save_params
-from trsi_jax.model.hf import names
+from trsi_jax.model.hf import load, names
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -149,6 +149,42 @@ def test_a_model_from_scratch_is_described_and_read_back(tmp_path: Path) -> None
     )
     assert described == config
     jax.tree.map(np.testing.assert_array_equal, load_params(out, described), params)
+
+
+@pytest.mark.parametrize(
+    ("window", "job", "ahead"), [(1, 1, 1), (1, 1 << 30, 0), (20_000, 64, 512)]
+)
+def test_how_an_import_is_cut_does_not_change_it(
+    window: int, job: int, ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = small_directory(tmp_path / "base")
+    config = ModelConfig.from_hf(base)
+    expected = load_params(base, config)
+    count: list[int] = []
+    monkeypatch.setattr(load, "_WINDOW", window)
+    monkeypatch.setattr(load, "_JOB", job)
+    monkeypatch.setattr(load, "_AHEAD", ahead)
+    again = load_params(base, config, on_read=count.append)
+    jax.tree.map(np.testing.assert_array_equal, again, expected)
+    assert sum(count) == sum(leaf.nbytes for leaf in jax.tree.leaves(expected))
+
+
+def test_a_file_that_shrinks_during_an_import_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A mapping of it alone would end the process by a bus error.
+    base = small_directory(tmp_path / "base")
+    config = ModelConfig.from_hf(base)
+    begin = load._ReadAhead.begin
+
+    def shrink(self: Any, piece: Any) -> None:
+        os.truncate(piece.path, piece.start)
+        begin(self, piece)
+
+    monkeypatch.setattr(load._ReadAhead, "add", lambda *_: None)
+    monkeypatch.setattr(load._ReadAhead, "begin", shrink)
+    with pytest.raises(UserError, match=r"model.*safetensors: cut off in tensor"):
+        load_params(base, config)
 
 
 def test_a_tied_model_may_hold_its_embedding_twice(tmp_path: Path) -> None:

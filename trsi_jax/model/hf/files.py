@@ -35,8 +35,6 @@ _ITEM_BYTES |= {name: dtype.itemsize for name, dtype in DTYPES.items()}
 # Bits of the exponent by item size; a number is not finite where all of them are set.
 _EXPONENT = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000}
 _UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint64}
-# Linux's MADV_POPULATE_READ, which Python has no name for: read ahead and map in one call.
-_POPULATE_READ = 22
 _BLOCK = 4 << 20
 _CACHED = 128 << 10
 TILE = 16
@@ -215,7 +213,7 @@ def new_shards(
     return tuple(shards)
 
 
-def map_bits(path: Path, stored: Stored) -> tuple[mmap.mmap, Bits]:
+def map_bits(path: Path, stored: Stored) -> Bits:
     """The tensor as unsigned integers of its item size, mapped and not read.
 
     Plain integers: numpy moves and compares them several times faster than bfloat16.
@@ -224,29 +222,7 @@ def map_bits(path: Path, stored: Stored) -> tuple[mmap.mmap, Bits]:
         start = stored.start - stored.start % mmap.ALLOCATIONGRANULARITY
         mapped = mmap.mmap(file.fileno(), stored.stop - start, prot=mmap.PROT_READ, offset=start)
     kind = _UNSIGNED[DTYPES[stored.dtype].itemsize]
-    bits = np.ndarray(stored.shape, kind, buffer=mapped, offset=stored.start - start)
-    return mapped, bits
-
-
-def read_ahead(mapped: mmap.mmap, block: Bits) -> None:
-    """Read the pages under a view in one request where the kernel can; else they fault in."""
-    try:
-        mapped.madvise(_POPULATE_READ, *_pages(mapped, block))
-    except OSError:
-        will_need(mapped, block)
-
-
-def will_need(mapped: mmap.mmap, block: Bits) -> None:
-    """Ask for the pages under a view and don't wait for them."""
-    mapped.madvise(mmap.MADV_WILLNEED, *_pages(mapped, block))
-
-
-def _pages(mapped: mmap.mmap, block: Bits) -> tuple[int, int]:
-    """Offset and length in the mapping of the pages that hold a view."""
-    base = np.frombuffer(mapped, np.uint8).ctypes.data
-    low, high = np.lib.array_utils.byte_bounds(block)
-    start = (low - base) // mmap.PAGESIZE * mmap.PAGESIZE
-    return start, high - base - start
+    return np.ndarray(stored.shape, kind, buffer=mapped, offset=stored.start - start)
 
 
 def row_blocks(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import mmap
 import os
+import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,8 @@ from trsi_jax.model.hf.files import (
     finite,
     map_bits,
     open_checkpoint,
-    read_ahead,
     row_blocks,
     transpose_into,
-    will_need,
 )
 from trsi_jax.model.hf.match import Match, match
 
@@ -40,9 +39,12 @@ Index = tuple[tuple[int, int], ...]
 _ALIGNMENT = 64
 # A piece this large is read by more than one thread.
 _JOB = 32 << 20
-# The next parameters are begun while fewer bytes than this are under way, so that neither the
-# threads nor the disk rest at the end of one.
-_UNDER_WAY = 64 << 20
+# Parameters of about so many bytes are read in the order of the files. A stacked parameter is all
+# over them, so one by one would be random access.
+_WINDOW = 1 << 30
+# Bytes in the page cache that no worker has begun.
+_AHEAD = 128 << 20
+_SCRATCH = 1 << 20
 
 
 def load_params(
@@ -83,27 +85,143 @@ def load_params(
     abstract = abstract_params(config)
     placed = {} if shardings is None else names.flatten(shardings)
     arrays: dict[names.Path, jax.Array] = {}
-    workers = min(8, os.cpu_count() or 1)
-    pieces = _Pieces(workers)
-    begun: deque[tuple[names.Path, _Placement]] = deque()
-    under_way = 0
-    with ThreadPoolExecutor(max_workers=workers) as pool:
+    windows: deque[dict[names.Path, _Placement]] = deque()
+
+    def finish() -> None:
+        for path, placement in windows.popleft().items():
+            arrays[path] = placement.array()
+
+    window: dict[names.Path, _Placement] = {}
+    with _ReadAhead() as ahead, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+
+        def begin() -> None:
+            # In the order of the files, as a disk and the kernel's own read-ahead like it.
+            pieces = [piece for placement in window.values() for piece in placement.pieces()]
+            pieces.sort(key=lambda piece: (piece.path, piece.start))
+            ahead.add(pieces)
+            for piece in pieces:
+                piece.job = pool.submit(_copy, piece, ahead, on_read)
+            windows.append(window)
+
         for path, leaf in names.flatten(abstract).items():
             if leaf.dtype != jax.dtypes.canonicalize_dtype(leaf.dtype):
                 raise ValueError(f"{leaf.dtype} parameters need jax_enable_x64")
-            read = _Reader(leaf, sources[path], found, pool, pieces, on_read)
-            begun.append((path, _Placement(leaf.shape, placed.get(path), read)))
-            under_way += begun[-1][1].nbytes
-            while len(begun) > 1 and under_way > _UNDER_WAY:
-                done, placement = begun.popleft()
-                arrays[done] = placement.array()
-                under_way -= placement.nbytes
-        for done, placement in begun:
-            arrays[done] = placement.array()
+            read = _Reader(leaf, sources[path], found)
+            window[path] = _Placement(leaf.shape, placed.get(path), read)
+            if sum(placement.nbytes for placement in window.values()) >= _WINDOW:
+                begin()
+                window = {}
+                if len(windows) > 1:
+                    finish()
+        begin()
+        while windows:
+            finish()
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
     ordered = [arrays[tuple(entry.key for entry in path)] for path, _ in leaves]
     params: Params = jax.tree_util.tree_unflatten(tree, ordered)
     return params
+
+
+@dataclass(eq=False, slots=True)
+class _Piece:
+    """Rows of a stored tensor, and where their numbers go.
+
+    Attributes:
+      path, start, stop: the bytes of a file that hold them.
+      stored: the tensor.
+      rows: view of the mapped file, [outs, ins], or of more axes where it takes a copy to be that.
+      target: [outs, ins], or [ins, outs] if `turned`.
+    """
+
+    path: Path
+    start: int
+    stop: int
+    stored: Stored
+    rows: Bits | None
+    target: Bits | None
+    turned: bool
+    begun: bool = False
+    there: bool = False
+    job: Future[None] | None = None
+
+
+class _ReadAhead:
+    """A thread that brings pieces into the page cache before the workers come to them.
+
+    `mmap.madvise` would be the obvious way, but holds Python's lock while the disk works; and
+    the kernel reads a file much faster for one reader that goes straight on than for faults here
+    and there.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: deque[_Piece] = deque()
+        self.changed = threading.Condition()
+        self.bytes = 0
+        self.closed = False
+        self.files: dict[Path, int] = {}
+        self.thread = threading.Thread(target=self._run, name="trsi-read-ahead", daemon=True)
+
+    def __enter__(self) -> _ReadAhead:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify()
+        self.thread.join()
+        for descriptor in self.files.values():
+            os.close(descriptor)
+
+    def add(self, pieces: Iterable[_Piece]) -> None:
+        """Pieces in the order in which workers will begin them."""
+        with self.changed:
+            self.waiting.extend(pieces)
+            self.changed.notify()
+
+    def begin(self, piece: _Piece) -> None:
+        """A worker's call: returns when the piece's bytes are in the page cache."""
+        with self.changed:
+            piece.begun = True
+            if piece.there:
+                self.bytes -= piece.stop - piece.start
+                self.changed.notify()
+        if not piece.there:
+            self._read(piece)
+
+    def _run(self) -> None:
+        while piece := self._next():
+            try:
+                self._read(piece)
+            except (OSError, UserError):
+                continue  # The worker will meet it, too.
+            with self.changed:
+                if not piece.begun:
+                    piece.there = True
+                    self.bytes += piece.stop - piece.start
+
+    def _next(self) -> _Piece | None:
+        with self.changed:
+            while not self.closed:
+                while self.waiting and self.waiting[0].begun:
+                    self.waiting.popleft()
+                if self.waiting and self.bytes < _AHEAD:
+                    return self.waiting.popleft()
+                self.changed.wait()
+        return None
+
+    def _read(self, piece: _Piece) -> None:
+        with self.changed:
+            if piece.path not in self.files:
+                self.files[piece.path] = os.open(piece.path, os.O_RDONLY)
+            descriptor = self.files[piece.path]
+        buffer = memoryview(bytearray(_SCRATCH))
+        at = piece.start
+        while at < piece.stop:
+            got = os.preadv(descriptor, [buffer[: piece.stop - at]], at)
+            if not got:
+                raise UserError(f"{piece.path}: cut off in tensor {piece.stored.name}")
+            at += got
 
 
 class _Placement:
@@ -113,7 +231,7 @@ class _Placement:
         self,
         shape: tuple[int, ...],
         sharding: Any,
-        read: Callable[[Index], tuple[Bits, list[Future[None]]]],
+        read: Callable[[Index], tuple[Bits, list[_Piece]]],
     ) -> None:
         self.shape = shape
         self.sharding = sharding
@@ -127,13 +245,18 @@ class _Placement:
         self.blocks = {span: read(span) for span in self.holders}
         self.nbytes = sum(block.nbytes for block, _ in self.blocks.values())
 
+    def pieces(self) -> list[_Piece]:
+        """What is to be read."""
+        return [piece for _, pieces in self.blocks.values() for piece in pieces]
+
     def array(self) -> jax.Array:
         """Wait for the numbers and hand them over."""
         shards: list[jax.Array] = []
         for span, devices in self.holders.items():
-            block, jobs = self.blocks.pop(span)
-            for job in jobs:
-                job.result()
+            block, pieces = self.blocks.pop(span)
+            for piece in pieces:
+                assert piece.job is not None
+                piece.job.result()
             shards += [jax.device_put(block, device) for device in devices]
         if self.sharding is None:
             return shards[0]
@@ -143,112 +266,75 @@ class _Placement:
         return whole
 
 
-class _Pieces:
-    """Mapped pieces in the order in which they are read; the disk is asked for them in advance."""
-
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
-        self.queue: list[tuple[mmap.mmap, Bits] | None] = []
-
-    def add(self, mapped: mmap.mmap, piece: Bits) -> int:
-        """The number of a piece, which `begin` takes."""
-        self.queue.append((mapped, piece))
-        return len(self.queue) - 1
-
-    def begin(self, number: int) -> mmap.mmap:
-        """Ask for this piece and for the one that its thread will probably read next."""
-        mine = self.queue[number]
-        assert mine is not None
-        will_need(*mine)
-        after = number + self.workers
-        if after < len(self.queue) and (next_piece := self.queue[after]) is not None:
-            will_need(*next_piece)
-        return mine[0]
-
-    def end(self, number: int) -> None:
-        """Let the mapping go, and with it the pages."""
-        self.queue[number] = None
-
-
 class _Reader:
-    """Reads index ranges of one parameter out of the checkpoint's tensors."""
+    """Finds index ranges of one parameter in the checkpoint's tensors."""
 
     def __init__(
-        self,
-        leaf: Any,
-        sources: list[tuple[names.Part, names.Tensor]],
-        found: Match,
-        pool: ThreadPoolExecutor,
-        pieces: _Pieces,
-        on_read: Callable[[int], None] | None,
+        self, leaf: Any, sources: list[tuple[names.Part, names.Tensor]], found: Match
     ) -> None:
         self.dtype = np.dtype(leaf.dtype)
         self.sources = sources
         self.found = found
-        self.pool = pool
-        self.pieces = pieces
-        self.on_read = on_read
 
-    def __call__(self, index: Index) -> tuple[Bits, list[Future[None]]]:
-        """A fresh aligned host array for the numbers of `index`, and the jobs that fill it."""
+    def __call__(self, index: Index) -> tuple[Bits, list[_Piece]]:
+        """A fresh aligned host array for the numbers of `index`, and the pieces that fill it."""
         shape = tuple(stop - start for start, stop in index)
         block = _aligned(shape, self.dtype)
-        jobs: list[Future[None]] = []
+        pieces: list[_Piece] = []
         for part, tensor in self.sources:
             depth = len(part.layer)
             layers = zip(part.layer, index[:depth], strict=True)
             if all(start <= layer < stop for layer, (start, stop) in layers):
                 at = tuple(i - index[axis][0] for axis, i in enumerate(part.layer))
-                jobs += self._submit(part, tensor, index[depth:], block[at])
-        return block, jobs
+                pieces += self._pieces(part, tensor, index[depth:], block[at])
+        return block, pieces
 
-    def _submit(
+    def _pieces(
         self, part: names.Part, tensor: names.Tensor, span: Index, target: Bits
-    ) -> list[Future[None]]:
+    ) -> Iterator[_Piece]:
         path, stored = self.found.where[tensor.name]
-        mapped, bits = map_bits(path, stored)
+        bits = map_bits(path, stored)
         rows = bits[part.rows[0] : part.rows[1]]
         ins = len(part.in_shape)
         # Out axes lead in the checkpoint and trail in the parameter.
         ordered = (*span[ins:], *span[:ins])
         cut = rows.reshape(*part.out_shape, *part.in_shape)[tuple(slice(*s) for s in ordered)]
         outs = math.prod(cut.shape[: len(part.out_shape)]) if ins else len(cut)
-        # A view unless a sharding cuts a head in two; then the piece is copied, at most a tensor.
-        source = cut.reshape(outs, -1)
-        flat = target.reshape(source.shape[1], outs) if ins else target.reshape(source.shape)
-        jobs = []
-        step = max(1, _JOB // max(1, source.shape[1] * bits.itemsize))
-        for start in range(0, outs, step):
-            piece = source[start : start + step]
-            into = flat[:, start : start + step] if ins else flat[start : start + step]
-            number = None
-            if np.may_share_memory(piece, np.frombuffer(mapped, np.uint8)):
-                number = self.pieces.add(mapped, piece)
-            jobs.append(self.pool.submit(self._copy, number, stored, path, piece, into, bool(ins)))
-        return jobs
+        wide = cut.size // max(outs, 1)
+        flat = target.reshape(wide, outs) if ins else target.reshape(outs, wide)
+        step = max(1, _JOB // max(1, wide * bits.itemsize))
+        try:
+            source = cut.reshape(outs, wide, copy=False)
+        except ValueError:
+            # A sharding cuts a head in two: the worker copies it, whole.
+            source, step = cut, max(outs, 1)
+        for at in range(0, outs, step):
+            piece = source[at : at + step] if source.ndim == 2 else source
+            low, high = (end - bits.ctypes.data for end in np.lib.array_utils.byte_bounds(piece))
+            into = flat[:, at : at + step] if ins else flat[at : at + step]
+            yield _Piece(
+                path, stored.start + low, stored.start + high, stored, piece, into, bool(ins)
+            )
 
-    def _copy(
-        self,
-        number: int | None,
-        stored: Stored,
-        path: Path,
-        source: Bits,
-        target: Bits,
-        turned: bool,
-    ) -> None:
-        mapped = None if number is None else self.pieces.begin(number)
-        for start, stop in row_blocks(len(source), source.strides[0]):
-            block = source[start:stop]
-            if mapped is not None:
-                read_ahead(mapped, block)
-            if not finite(block, stored.dtype):
-                raise UserError(f"{path}: tensor {stored.name} holds numbers that are not finite")
-            into = target[:, start:stop] if turned else target[start:stop]
-            _convert(block, stored.dtype, into, turned)
-        if number is not None:
-            self.pieces.end(number)
-        if self.on_read is not None:
-            self.on_read(source.nbytes)
+
+def _copy(piece: _Piece, ahead: _ReadAhead, on_read: Callable[[int], None] | None) -> None:
+    ahead.begin(piece)
+    rows, target, dtype = piece.rows, piece.target, piece.stored.dtype
+    assert rows is not None
+    assert target is not None
+    # Let the mapping go with the last piece of it, and the array when it has been handed over.
+    piece.rows = piece.target = None
+    rows = rows.reshape(target.shape[::-1] if piece.turned else target.shape)
+    for start, stop in row_blocks(len(rows), rows.strides[0]):
+        block = rows[start:stop]
+        if not finite(block, dtype):
+            raise UserError(
+                f"{piece.path}: tensor {piece.stored.name} holds numbers that are not finite"
+            )
+        into = target[:, start:stop] if piece.turned else target[start:stop]
+        _convert(block, dtype, into, piece.turned)
+    if on_read is not None:
+        on_read(rows.nbytes)
 
 
 def _convert(source: Bits, dtype: str, target: Bits, turned: bool) -> None:
@@ -289,8 +375,8 @@ def _check_tied(found: Match, config: ModelConfig) -> None:
     if not config.tie_embeddings or names.HEAD not in found.trained:
         return
     embedding = next(name for name in found.trained if name.endswith("embed_tokens.weight"))
-    _, head = map_bits(*found.where[names.HEAD])
-    _, rows = map_bits(*found.where[embedding])
+    head = map_bits(*found.where[names.HEAD])
+    rows = map_bits(*found.where[embedding])
     if head.dtype != rows.dtype or not all(
         np.array_equal(head[a:b], rows[a:b]) for a, b in row_blocks(len(head), head.strides[0])
     ):
