@@ -8,6 +8,7 @@ test.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import filecmp
 import json
 import os
@@ -28,7 +29,7 @@ from safetensors.flax import load_file, save_file
 from rollout.errors import UserError
 from tests import reference
 from trsi_jax.model import ModelConfig, init_params, load_params, preset, save_params
-from trsi_jax.model.hf import load, names
+from trsi_jax.model.hf import load, names, save
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -422,6 +423,28 @@ def test_each_of_two_processes_reads_only_its_shards(tmp_path: Path) -> None:
         got = int(output.split("READ ")[1])
         # What no axis divides evenly is held, and read, by each; that is little.
         assert weights / processes <= got < 1.05 * weights / processes
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_export_whose_disk_fails_is_not_published(
+    failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(preset("tiny", vocab_size=31), remat=True)
+    params = init_params(config, jax.random.key(0))
+    fsync, calls = os.fsync, []
+
+    def told_once(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == failing + 1:
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(save, "_SYNC_BYTES", 1000)
+    monkeypatch.setattr(os, "fsync", told_once)
+    with pytest.raises(OSError, match="Input/output"):
+        save_params(tmp_path / "out", config, params, dtype="F32")
+    assert len(calls) > failing
+    assert not list(tmp_path.iterdir())
 
 
 MEMORY = """

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,6 +37,8 @@ from trsi_jax.model.hf.files import (
 from trsi_jax.model.hf.match import match
 
 _COPY_BYTES = 16 << 20
+# So many bytes are brought to the disk while others are made.
+_SYNC_BYTES = 32 << 20
 _AHEAD = min(4, os.cpu_count() or 1)
 _replicated: Any = PartitionSpec
 _SPELLED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
@@ -96,10 +98,11 @@ def save_params(
         shutil.rmtree(partial_directory, ignore_errors=True)
         partial_directory.mkdir(parents=True)
     pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="trsi-export")
+    disk = ThreadPoolExecutor(1, thread_name_prefix="trsi-export-sync")
     try:
         for shard in shards:
             _write_shard(
-                *(partial_directory, shard, trained, leaves, base, pool),
+                *(partial_directory, shard, trained, leaves, base, pool, disk),
                 writing=writing,
             )
         if writing:
@@ -112,6 +115,7 @@ def save_params(
             _sync(directory.parent)
     finally:
         pool.shutdown(cancel_futures=True)
+        disk.shutdown()
         if writing:
             shutil.rmtree(partial_directory, ignore_errors=True)
     return directory
@@ -145,11 +149,14 @@ def _write_shard(
     leaves: dict[names.Path, Any],
     base: Path | None,
     pool: ThreadPoolExecutor,
+    disk: ThreadPoolExecutor,
     *,
     writing: bool,
 ) -> None:
     target = (directory / shard.name).open("wb") if writing else None
     source = (base / shard.name).open("rb") if base is not None and writing else None
+    syncing: list[Future[None]] = []
+    synced = 0
     try:
         if target is not None:
             target.write(shard.head)
@@ -158,17 +165,31 @@ def _write_shard(
                 for part in trained[stored.name].parts:
                     numbers = _fetch(leaves[part.path], part, stored)
                     for block in _ahead(pool, _rows(numbers, part, stored, directory)):
-                        if target is not None:
-                            target.write(block.data)
+                        if target is None:
+                            continue
+                        target.write(block.data)
+                        due = target.tell() - synced > _SYNC_BYTES
+                        if due and all(sync.done() for sync in syncing):
+                            _raise_errors(syncing)
+                            synced = target.tell()
+                            syncing = [disk.submit(os.fsync, target.fileno())]
             elif source is not None and target is not None:
                 source.seek(stored.start)
                 _copy_bytes(source, target, stored.stop - stored.start)
         if target is not None and target.tell() != shard.tensors[-1].stop:
             raise RuntimeError(f"{shard.name}: wrote {target.tell()} bytes")
+        _raise_errors(syncing)
     finally:
+        wait(syncing)
         for file in (source, target):
             if file is not None:
                 file.close()
+
+
+def _raise_errors(syncing: list[Future[None]]) -> None:
+    # The kernel tells of a failed write once: another sync would not hear of it.
+    for sync in syncing:
+        sync.result()
 
 
 def _fetch(leaf: Any, part: names.Part, stored: Stored) -> Bits:
