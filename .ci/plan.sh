@@ -32,6 +32,7 @@ compiler=$!
 
 small() { XLA_FLAGS=$quick timeout 1800 "$python" -m tests.sharded "$@"; }
 small --step sft --step ppo
+small --step sft --step ppo --norm-eps 1e-6 --mesh data=2,fsdp=2,tensor=2
 small --step sft --step ppo --float64 --mesh fsdp=2,tensor=2,sequence=2
 small --step sft --processes 2 --mesh fsdp=2,tensor=2,sequence=2 2>&1 | grep --invert-match '^\[Gloo\]'
 
